@@ -1,0 +1,204 @@
+"""Continue prompts with a trained run, at any depth.
+
+    python sample.py                                              # the newest run in out/, from an empty start
+    python sample.py --recursions 3 --start="def main(" --start="class " --num_samples=2
+    python sample.py --trace "The author of the book 1984 was George"     # likeliest next tokens after each step of depth
+
+Text goes to stdout, everything else to stderr. All prompts and samples run as one batch with a K/V cache.
+"""
+import codecs
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import config  # before torch: see the top of config/__init__.py
+import torch
+
+import prepare
+from config import UserError, key
+from model import FOLDS, GPT, GPTConfig, check_sampling, generator, stream
+from train import load_checkpoint, pick_device
+
+
+@dataclass
+class SampleConfig:
+    """Sampling"""
+    out_dir: str | None = key(None, "folder of the run; None = the newest one in out/")
+    start: list[str] = key([], "prompt; may be repeated; FILE:path reads a file, - reads stdin, none or empty = end-of-text")
+    num_samples: int = key(1, "samples of every prompt")
+    max_new_tokens: int = key(300, "tokens to write")
+    recursions: int | None = key(None, "depth: steps of the loop, 0 and beyond training included; None = the full depth")
+    temperature: float = key(0.8, "0 = greedy; below 1 safer, above 1 wilder")
+    top_k: int | None = key(50, "keep the k likeliest tokens; 0 or None = all")
+    top_p: float | None = key(None, "keep the likeliest tokens that hold this probability together; None = all")
+    stop: str | None = key(None, "end a sample where its new text contains this, for example <|endoftext|>")
+    cache: str = key("full", "K/V kept of the looped core: full = exact; first, last, mean = one per block", choices=tuple(FOLDS))
+    use_cache: bool = key(True, "False reads the whole context again for every token: slow, for comparison")
+    trace: str | None = key(None, "print the five likeliest next tokens of this text after each depth, instead of sampling")
+    seed: int = key(1337, "of the sampling")
+    device: str = key("auto", "auto, cpu, cuda, cuda:1, mps ...")
+    dtype: str = key("auto", "auto = bfloat16 autocast on CUDA, float32 elsewhere", choices=("auto", "float32", "bfloat16"))
+
+
+def say(*text):
+    print(*text, file=sys.stderr, flush=True)
+
+
+def newest_run(root="out"):
+    """The run folder in `root` whose checkpoint is newest."""
+    runs = sorted(Path(root).glob("*/ckpt.pt"), key=lambda path: path.stat().st_mtime)
+    if not runs:
+        raise UserError(f"there is no run in {root}/; train one first: python train.py config/grt_tiny.py")
+    return runs[-1].parent
+
+
+def load_run(out_dir, device):
+    """(model in evaluation mode, tokenizer, checkpoint without its tensors) of a run folder (None: the newest)."""
+    folder = Path(out_dir) if out_dir is not None else newest_run()
+    state = load_checkpoint(folder / "ckpt.pt")
+    tokenizer = prepare.get_tokenizer(state["tokenizer"])
+    if prepare.fingerprint(tokenizer) != state["fingerprint"]:
+        raise UserError(f"{folder} was trained with another tokenizer of the name {state['tokenizer']!r} than the one installed "
+                        f"here (fingerprints {state['fingerprint']} and {prepare.fingerprint(tokenizer)})")
+    model = GPT(GPTConfig(**state["model_config"])).to(device).eval()
+    model.load_state_dict(state["model"])
+    return model, tokenizer, {"folder": folder, "step": state["step"], "val_loss": state["val_loss"]}
+
+
+def depth_meaning(cfg, depth):
+    """One sentence about running `depth` steps; UserError where the model has no such choice."""
+    if depth is not None and cfg.n_recur == 1:
+        raise UserError(f"--recursions={depth}: this model ({cfg.layout}) has no recursion; leave the flag out")
+    if depth is not None and depth < 0:
+        raise UserError(f"--recursions={depth} is not a number of steps; give an integer from 0 up")
+    if depth is not None and depth != cfg.n_recur and not cfg.any_depth:
+        raise UserError(f"--recursions={depth}: sharing={cfg.sharing_name!r} always runs n_recur={cfg.n_recur} steps; leave the flag out")
+    depth = cfg.n_recur if depth is None else depth
+    low = cfg.min_depth if cfg.depth_sampling == "uniform" else cfg.n_recur
+    trained = f"trained at {low} to {cfg.n_recur}" if low < cfg.n_recur else f"trained at {cfg.n_recur}"
+    beyond = "; beyond the trained depth: expect worse" if depth > cfg.n_recur else "; never trained at this depth: expect worse" if depth < low else ""
+    return f"depth {depth} ({trained}{beyond})"
+
+
+def read_prompt(start):
+    try:
+        if start == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        if start.startswith("FILE:"):
+            return Path(start[5:]).read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--start={start}: cannot be read as utf-8 text ({getattr(error, 'strerror', None) or error})")
+    return start
+
+
+class Text:
+    """One row's new text: tokens in, characters out. A character whose bytes come in several tokens appears when whole."""
+
+    def __init__(self, tokenizer, stop):
+        self.tokenizer, self.stop, self.text, self.done = tokenizer, stop, "", False
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token):
+        """The characters that this token completes; '' once the row is done."""
+        if self.done:
+            return ""
+        known = token < self.tokenizer.n_vocab                     # the model's table is padded beyond the tokenizer's
+        return self._grow(self.decoder.decode(self.tokenizer.decode_single_token_bytes(token)) if known else "\ufffd")
+
+    def end(self):
+        """What an unfinished character leaves."""
+        return "" if self.done else self._grow(self.decoder.decode(b"", final=True))
+
+    def _grow(self, new):
+        before, self.text = len(self.text), self.text + new
+        if self.stop:
+            at = self.text.find(self.stop, max(0, before - len(self.stop)))
+            if at >= 0:
+                self.done, self.text = True, self.text[: at + len(self.stop)]
+        return self.text[before:]
+
+
+def write(text):
+    sys.stdout.buffer.write(text.encode("utf-8", errors="replace"))
+    sys.stdout.buffer.flush()
+
+
+def run_samples(model, tokenizer, s, depth):
+    """Stream all samples: the first one as it comes, the others whole after it."""
+    prompts = [read_prompt(start) for start in s.start or [""]]
+    prompts = [prompt for prompt in prompts for _ in range(s.num_samples)]
+    rows = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token] for prompt in prompts]
+    texts = [Text(tokenizer, s.stop) for _ in rows]
+    device = model.embed.weight.device
+    started, first, n_steps = time.perf_counter(), None, 0
+    tokens = stream(model, rows, s.max_new_tokens, s.temperature, s.top_k, s.top_p, depth, s.cache, s.use_cache,
+                    generator(s.seed, device))
+    write(prompts[0])
+    for next_B in tokens:
+        n_steps += 1
+        first = first or time.perf_counter() - started
+        shown = [text.add(token) for text, token in zip(texts, next_B)]
+        write(shown[0])
+        if all(text.done for text in texts):
+            break
+    seconds = time.perf_counter() - started
+    write(texts[0].end() + "\n")
+    for i, (prompt, text) in enumerate(zip(prompts[1:], texts[1:]), 2):
+        say(f"--- {i} of {len(rows)}")
+        text.end()
+        write(prompt + text.text + "\n")
+    report(model, s, rows, depth, n_steps, first or 0.0, seconds)
+
+
+def report(model, s, rows, depth, n_steps, first, seconds):
+    rate = len(rows) * (n_steps - 1) / (seconds - first) if n_steps > 1 else 0.0
+    say(f"{len(rows)} rows x {n_steps} tokens in {seconds:.2f} s: first after {first * 1e3:.0f} ms "
+        f"({sum(map(len, rows)):,} prompt tokens), then {rate:,.0f} tokens/s")
+    if s.use_cache:
+        stored = min(model.cfg.block_size, max(map(len, rows)) + max(0, n_steps - 1))
+        size = model.cfg.kv_bytes(stored, len(rows), model.embed.weight.dtype, s.cache, depth)
+        say(f"cache {s.cache}: {size / 2**20:,.2f} MiB for {len(rows)} rows of {stored} tokens")
+
+
+@torch.no_grad()
+def run_trace(model, tokenizer, text, depth, n_best=5):
+    """The likeliest next tokens after each depth from 0 (coda on the prelude's output) to `depth`."""
+    ids = tokenizer.encode_ordinary(text)[-model.cfg.block_size :] or [tokenizer.eot_token]
+    ids_BT = torch.tensor([ids], device=model.embed.weight.device)
+    show = lambda i: repr(tokenizer.decode([i], errors="replace"))[1:-1] if i < tokenizer.n_vocab else "\ufffd"
+    write(f"next token after {text!r}\n")
+    for d in range(depth + 1) if model.cfg.any_depth else [depth]:
+        p_V = model(ids_BT, depth=d).logits[0, -1].float().softmax(-1)
+        best = p_V.topk(min(n_best, p_V.numel()))
+        cells = [f"{show(i):>10} {p:.3f}" for p, i in zip(best.values.tolist(), best.indices.tolist())]
+        write(f"depth {d:2d} |" + " |".join(cells) + "\n")
+
+
+def main(argv):
+    s = config.parse(argv, [SampleConfig], __doc__)
+    if s.files:
+        raise UserError(f"sample.py takes no config file ({s.files[0]}): the run in --out_dir knows its own")
+    if s.num_samples < 1 or s.max_new_tokens < 0:
+        raise UserError(f"num_samples={s.num_samples}, max_new_tokens={s.max_new_tokens}: give at least 1 and 0")
+    try:
+        check_sampling(s.temperature, s.top_k, s.top_p)
+    except ValueError as error:
+        raise UserError(f"command line: {error}")
+    device, dtype, autocast = pick_device(s)
+    model, tokenizer, about = load_run(s.out_dir, device)
+    say(f"{about['folder']}: {model.cfg.layout} update={model.cfg.update}, step {about['step']}, validation {about['val_loss']:.3f} nats/token; "
+        f"{depth_meaning(model.cfg, s.recursions)}; {device} {dtype}")
+    depth = model.check_depth(s.recursions)
+    try:
+        with autocast:
+            if s.trace is not None:
+                run_trace(model, tokenizer, s.trace, depth)
+            else:
+                run_samples(model, tokenizer, s, depth)
+    except ValueError as error:                                    # a cache that this model cannot use, damaged weights
+        raise UserError(str(error))
+
+
+if __name__ == "__main__":
+    config.run(main)

@@ -1,0 +1,150 @@
+"""The model again, slowly: one sequence, one token at a time, plain loops and dicts. What model.py computes, this says.
+
+    sequence = Sequence(cfg, model.state_dict())
+    logits = [sequence.token(id) for id in prompt]          # one vector (vocab_size,) per token
+    sequence.compress("mean")                               # from here on one K/V per core block (decoding only)
+    logits += [sequence.token(id) for id in more]
+
+Nothing is shared with model.py: weights are read by name, and torch serves for vectors alone. A token at position p
+goes through all blocks before the next one comes in, so what it may attend to is simply what is in `memory` by then.
+"""
+import math
+
+import torch
+
+
+class Sequence:
+    """One row of text. cfg: a GPTConfig. weights: a state dict. state_noise(step, position) is the vector eps_x added to
+    what a step reads, gate_noise(step, position) the number eps_g added to the gate's logit."""
+
+    def __init__(self, cfg, weights, depth=None, state_noise=None, gate_noise=None):
+        self.cfg, self.weights = cfg, weights
+        self.depth = cfg.n_recur if depth is None else depth
+        self.state_noise = state_noise or (lambda step, position: 0.0)
+        self.gate_noise = gate_noise or (lambda step, position: 0.0)
+        self.memory = {}            # place -> list of (k, v), one per token seen; k and v are lists of head vectors
+        self.how = "full"           # the decode cache
+        self.n_seen = 0
+
+    # ---- one token from the bottom to the top
+
+    def token(self, id):
+        cfg, position = self.cfg, self.n_seen
+        h = self.weights["embed.weight"][id]
+        if cfg.block == "gpt2":
+            h = h + self.weights["positions.table.weight"][position]
+        for i in range(cfg.n_prelude):
+            h = self.block(f"prelude.{i}", ("prelude", i), h, position)
+        e = h                                                                    # the anchor
+        entries = {}                                                             # this token's (k, v) by step and block
+        for step in range(self.depth):
+            x = self.read(h + self.state_noise(step, position), e)
+            for j in range(cfg.n_core):
+                x = self.core_block(step, j, x, position, entries)
+            h = self.write(h, x, e, self.gate_noise(step, position))
+        if self.how != "full":
+            for j in range(cfg.n_core):
+                self.memory[j].append(fold([entries[step, j] for step in range(self.depth)], self.how))
+        for i in range(cfg.n_coda):
+            h = self.block(f"coda.{i}", ("coda", i), h, position)
+        self.n_seen += 1
+        return self.weights["embed.weight"] @ self.norm("norm", h)               # tied head
+
+    def core_block(self, step, j, x, position, entries):
+        name = f"recursion.core.{self.which_block(step, j)}"
+        if self.how == "full":
+            return self.block(name, (step, j), x, position)
+        # Compressed: this step sees one entry per past token, and the token's own K and V of this very step.
+        self.memory["now"] = list(self.memory[j])
+        x = self.block(name, "now", x, position)
+        entries[step, j] = self.memory["now"][-1]
+        return x
+
+    def compress(self, how):
+        """The prompt is in, exactly. From now on keep one entry per past token and core block in place of one per step."""
+        self.how = how
+        for j in range(self.cfg.n_core):
+            steps = [self.memory.pop((step, j)) for step in range(self.depth)]
+            self.memory[j] = [fold(list(entries), how) for entries in zip(*steps)]
+
+    # ---- the choices about the loop
+
+    def which_block(self, step, j):
+        """MoR's table: layers are counted through, and layer l uses block l mod b (cycle) or l // N (sequence)."""
+        layer, b, N = step * self.cfg.n_core + j, self.cfg.n_core, self.cfg.n_recur
+        return layer // N if "sequence" in (self.cfg.sharing or "cycle") else layer % b
+
+    def read(self, h, e):
+        if self.cfg.update == "replace":
+            return h
+        return self.linear("recursion.update.from_state", h) + self.linear("recursion.update.from_anchor", e)
+
+    def write(self, h, y, e, noise):
+        if self.cfg.update != "gate":
+            return y
+        name = "recursion.update.gate"
+        both = torch.cat([self.norm(f"{name}.state_norm", h), self.norm(f"{name}.anchor_norm", e)])
+        z = self.linear(f"{name}.down", silu(self.linear(f"{name}.up", self.norm(f"{name}.joint_norm", both))))
+        g = torch.sigmoid(z / self.cfg.gate_temperature + noise)
+        return g * h + (1 - g) * y
+
+    # ---- the parts of a transformer
+
+    def block(self, name, place, x, position):
+        x = x + self.attention(f"{name}.attention", place, self.norm(f"{name}.attention_norm", x), position)
+        return x + self.mlp(f"{name}.mlp", self.norm(f"{name}.mlp_norm", x))
+
+    def attention(self, name, place, x, position):
+        H, G = self.cfg.n_head, self.cfg.n_kv_head or self.cfg.n_head
+        K = self.cfg.n_embd // H
+        q, k, v = (self.linear(f"{name}.{part}", x).split(K) for part in ("query", "key", "value"))
+        if self.cfg.block == "llama":
+            q, k = ([rotate(head, position, self.cfg.rope_theta) for head in heads] for heads in (q, k))
+        memory = self.memory.setdefault(place, [])
+        memory.append((k, v))
+        y = []
+        for head in range(H):
+            shared = head // (H // G)                                            # which K/V head this query head reads
+            scores = torch.stack([q[head] @ k[shared] for k, v in memory]) / math.sqrt(K)
+            weights = scores.softmax(0)
+            y.append(sum(weight * v[shared] for weight, (k, v) in zip(weights, memory)))
+        return self.linear(f"{name}.output", torch.cat(y))
+
+    def mlp(self, name, x):
+        if self.cfg.block == "gpt2":
+            up = self.linear(f"{name}.up", x)
+            return self.linear(f"{name}.down", up * 0.5 * (1 + torch.erf(up / math.sqrt(2))))          # GELU
+        return self.linear(f"{name}.down", silu(self.linear(f"{name}.gate", x)) * self.linear(f"{name}.up", x))
+
+    def norm(self, name, x):
+        if self.cfg.block == "gpt2":
+            x = x - x.mean()
+        x = x / torch.sqrt((x * x).mean() + self.cfg.norm_eps) * self.weights[f"{name}.weight"]
+        return x + self.weights.get(f"{name}.bias", 0.0)
+
+    def linear(self, name, x):
+        return self.weights[f"{name}.weight"] @ x + self.weights.get(f"{name}.bias", 0.0)
+
+
+def silu(x):
+    return x * torch.sigmoid(x)
+
+
+def rotate(head, position, theta):
+    """RoPE: the pair (i, i + half) turns by position x theta^(-i / half)."""
+    half = len(head) // 2
+    turned = list(head)
+    for i in range(half):
+        angle = position * theta ** (-i / half)
+        a, b = head[i], head[i + half]
+        turned[i] = a * math.cos(angle) - b * math.sin(angle)
+        turned[i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return torch.stack(turned)
+
+
+def fold(entries, how):
+    """One (k, v) in place of those of steps 1..R: the first, the last or their mean."""
+    if how == "mean":
+        n_heads, R = len(entries[0][0]), len(entries)
+        return tuple([sum(entry[kv][head] for entry in entries) / R for head in range(n_heads)] for kv in (0, 1))
+    return {"first": entries[0], "last": entries[-1]}[how]
