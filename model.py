@@ -31,6 +31,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+    raise SystemExit(f"torch {torch.__version__} is too old: 2.11 or newer is needed (pip install --upgrade torch)")
 try:  # optional: PyTorch's own attention gives the same answers
     from flash_attn import flash_attn_func
 except ImportError:
@@ -237,12 +239,14 @@ class Rotary(nn.Module):
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def rotate(x_BTHK, cos, sin):
-    """Turn the pairs (a, b) = (x_i, x_{i+K/2}) to (a cos - b sin, b cos + a sin): the order of Llama's released weights."""
+def rotate(x, cos, sin):
+    """Turn the pairs (a, b) = (x_i, x_{i+K/2}) to (a cos - b sin, b cos + a sin): the order of Llama's released weights.
+
+    x: queries (B, T, H, K) or keys (B, T, G, K)."""
     if cos is None:
-        return x_BTHK
-    turned_BTHK = torch.addcmul(x_BTHK * cos, x_BTHK.roll(x_BTHK.size(-1) // 2, -1), sin)
-    return turned_BTHK.to(x_BTHK.dtype)
+        return x
+    turned = torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
+    return turned.to(x.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------- 3 K/V cache
@@ -619,7 +623,7 @@ class Silence:
         return h_BTD
 
     def on_gate(self, h_BTD, step):
-        return h_BTD.new_zeros(1, 1, 1)
+        return h_BTD.new_zeros(*h_BTD.shape[:2], 1)
 
 
 class Noise:

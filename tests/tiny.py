@@ -70,7 +70,7 @@ def legal(case):
 GRID = all_pairs({
     "layout": ["0+3x1+0", "0+2x3+0", "1+2x2+0", "0+3x2+1", "1+2x3+1", "2+1x3+2"],
     "block": ["gpt2", "llama"], "sharing": ["cycle", "sequence"], "update": ["replace", "inject", "gate"],
-    "n_kv_head": [4, 2, 1], "bias": [False, True], "depth": [None, 0, 1, 7], "prompts": ["equal", "unequal"]}, legal)
+    "n_kv_head": [4, 2, 1], "bias": [False, True], "depth": [None, 0, 1, 5], "prompts": ["equal", "unequal"]}, legal)
 
 
 def case_name(case):
