@@ -7,6 +7,7 @@ Random weights and random tokens. A table and one JSON line, the last, go to std
 medians over the repeats of CPU time (CUDA: wall time) against the first column's configuration in the same repeat.
 """
 import json
+import math
 import platform
 import statistics
 import sys
@@ -20,9 +21,11 @@ from tqdm import tqdm
 
 from config import UserError, key
 from model import FOLDS, GPT, GPTConfig, param_groups
-from train import TrainConfig, clip_gradients, commit, compile_parts, pick_device, step_gradients, want_compile
+from train import TrainConfig, check_ranges, clip_gradients, commit, compile_parts, pick_device, step_gradients, want_compile
 
 MODES = ("train", "generate")
+RANGES = {"vocab_size": (1, math.inf), "batch_size": (1, math.inf), "repeats": (1, math.inf), "seq_len": (1, math.inf),
+          "depth": (0, math.inf), "prompt_tokens": (1, math.inf), "new_tokens": (1, math.inf), "threads": (1, math.inf)}
 
 
 @dataclass
@@ -48,8 +51,10 @@ def clock(device):
 
 
 def train_step(cfg, s, device, autocast, compiled):
-    """A function that runs one optimizer step, and its FLOPs (forward and backward count three forwards)."""
+    """A function that runs one optimizer step, its FLOPs (forward and backward count three forwards) and its tokens."""
     T = s.seq_len or cfg.block_size
+    if T > cfg.block_size:
+        raise ValueError(f"seq_len={T} is more than block_size={cfg.block_size}")
     model = GPT(cfg).to(device).train()
     if compiled:
         compile_parts(model)
@@ -64,16 +69,19 @@ def train_step(cfg, s, device, autocast, compiled):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return step, 3 * s.batch_size * T * cfg.flops_per_token(T, depth=depth)
+    return step, 3 * s.batch_size * T * cfg.flops_per_token(T, depth=depth), s.batch_size * T
 
 
 def generate_step(cfg, s, device, autocast, use_cache):
-    """A function that writes new_tokens for every row, and its FLOPs: one pass over all tokens with a cache (causal
-    attention adds up the same token by token), one pass over the whole context per token without."""
-    model = GPT(cfg).to(device).eval()
-    ids_BT = torch.randint(cfg.vocab_size, (s.batch_size, s.prompt_tokens), device=device)
+    """A function that writes new_tokens for every row, its FLOPs (one pass over all tokens with a cache: causal attention
+    adds up the same token by token; one pass over the whole context per token without) and its new tokens."""
     if s.prompt_tokens + s.new_tokens - 1 > cfg.block_size:
-        raise ValueError(f"new_tokens={s.new_tokens} after a prompt of {s.prompt_tokens} leaves block_size={cfg.block_size}")
+        raise ValueError(f"prompt_tokens={s.prompt_tokens} and new_tokens={s.new_tokens} do not fit block_size={cfg.block_size}; "
+                         f"together they may be {cfg.block_size + 1}")
+    model = GPT(cfg).to(device).eval()
+    model.check_depth(s.depth)
+    cfg.check_cache(s.cache)
+    ids_BT = torch.randint(cfg.vocab_size, (s.batch_size, s.prompt_tokens), device=device)
 
     def step():
         with autocast:
@@ -83,7 +91,7 @@ def generate_step(cfg, s, device, autocast, use_cache):
     head, whole = 2 * cfg.vocab_size * cfg.n_embd, lambda n: n * cfg.flops_per_token(n, depth=s.depth)
     passes = [last] if use_cache else range(s.prompt_tokens, last + 1)
     unused_heads = sum(passes) - s.new_tokens                 # logits are made only where a token is drawn
-    return step, s.batch_size * (sum(map(whole, passes)) - unused_heads * head)
+    return step, s.batch_size * (sum(map(whole, passes)) - unused_heads * head), s.batch_size * s.new_tokens
 
 
 def interleave(steps, repeats, device):
@@ -104,7 +112,7 @@ def table(names, seconds, flops, tokens):
         median = statistics.median(seconds[name])
         ratios = [a / b for a, b in zip(seconds[name], seconds[first])]
         rows.append({"name": name, "ms": median * 1e3, "spread_ms": (max(seconds[name]) - min(seconds[name])) * 1e3,
-                     "tokens_per_second": tokens / median, "time_ratio": statistics.median(ratios),
+                     "tokens_per_second": tokens[name] / median, "time_ratio": statistics.median(ratios),
                      "flops_ratio": flops[name] / flops[first]})
         rows[-1]["time_over_flops"] = rows[-1]["time_ratio"] / rows[-1]["flops_ratio"]
     width = max(len(name) for name in names)
@@ -123,8 +131,14 @@ def settings_of(argv):
         raise UserError(f"bench.py takes one mode, {' or '.join(MODES)}, got {' '.join(s.words) or 'none'}")
     if not s.files:
         raise UserError(f"bench.py {s.words[0]} needs config files, for example config/grt_tiny.py")
-    others = lambda path: [arg for arg in argv if arg not in s.files or arg == path]
-    return s.words[0], {Path(path).stem: config.parse(others(path), schema, __doc__, words=words) for path in s.files}
+    flags, all_settings = [arg for arg in argv if arg not in s.files], {}
+    for path in s.files:
+        name = Path(path).stem
+        while name in all_settings:                           # a config beside itself shows how much the machine varies
+            name += "'"
+        all_settings[name] = config.parse([*flags, path], schema, __doc__, words=words)
+        check_ranges(all_settings[name], RANGES)
+    return s.words[0], all_settings
 
 
 def main(argv):
@@ -143,11 +157,12 @@ def main(argv):
                     for name, cfg in cfgs.items() for how in ("cached", "uncached")}
     except ValueError as error:
         raise UserError(str(error))
-    tokens = s.batch_size * (s.new_tokens if mode == "generate" else s.seq_len or next(iter(cfgs.values())).block_size)
-    print(f"{mode}: {', '.join(f'{name} {cfg.layout}' for name, cfg in cfgs.items())}; {s.batch_size} rows, {tokens} tokens; {device} {dtype}"
+    steps, flops, tokens = ({name: parts[i] for name, parts in made.items()} for i in range(3))
+    print(f"{mode}: {', '.join(f'{name} {cfg.layout}, {all_settings[name].batch_size} rows' for name, cfg in cfgs.items())}; "
+          f"{f'{s.new_tokens} tokens after {s.prompt_tokens}; ' if mode == 'generate' else ''}{device} {dtype}"
           f"{' compiled' if compiled else ''}, {s.threads} threads, torch {torch.__version__}, commit {commit()}")
-    seconds, warm = interleave({name: step for name, (step, _) in made.items()}, s.repeats, device)
-    rows = table(list(made), seconds, {name: flops for name, (_, flops) in made.items()}, tokens)
+    seconds, warm = interleave(steps, s.repeats, device)
+    rows = table(list(made), seconds, flops, tokens)
     print(json.dumps({"mode": mode, "rows": rows, "first_round_seconds": warm, "repeats": s.repeats, "threads": s.threads, "device": str(device),
                       "dtype": dtype, "compiled": compiled, "torch": str(torch.__version__), "python": platform.python_version(),
                       "commit": commit()}), flush=True)

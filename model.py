@@ -8,13 +8,16 @@ One picture, one loop. Everything that a configuration can ask for is a choice a
 
 `h` is the state that the loop rewrites; `e`, the anchor, is the prelude's output, which stays. A layout is written
 n_prelude + n_core x n_recur + n_coda: GPT-2 Small is 0+12x1+0, GRT Medium is 2+5x4+2. A *block* is a set of weights,
-a *step* is one pass through the core, *depth* is how many steps, a *slot* is a place for one executed block's K and V.
+a *step* is one pass through the core (steps count from 0), *depth* is how many steps are run. While decoding, each
+executed block has a *slot*, a store with one *place* per token for its K and V.
 
-The rooms, in the order in which a token meets them (a part always stands before the whole that uses it):
+The rooms, each built from those before it (6 is kept for routers). Every choice of the config is a row in a table of
+the room that it belongs to:
     1 config   2 small parts   3 K/V cache   4 attention, MLP, block   5 depth plan   7 state updates
     8 depth and noise   9 Recursion and GPT: start, step, finish   10 use: generate and counts   11 optimizer groups
 
-The alphabet. A tensor that carries data through the model has a name that ends in its shape:
+The alphabet. A tensor that carries data through the model has a name that ends in its shape; a plain list with one
+number per row ends in _B:
     B batch rows      T new tokens      S stored tokens     C chosen tokens     N flattened B x T    1 a broadcast axis
     D n_embd          H query heads     G key/value heads   K head width        F MLP width          V vocabulary
     E 2 D: state beside anchor          P places of a cache slot, over all its rows
@@ -49,7 +52,7 @@ def key(default, help):
 class GPTConfig:
     """The model: shape, layout and the choices about the loop"""
     block: str = key("gpt2", "block type: gpt2 (LayerNorm, learned positions, GELU) or llama (RMSNorm, RoPE, SwiGLU)")
-    vocab_size: int | None = key(50304, "rows of the token table; None = the data's, rounded up to a multiple of 64")
+    vocab_size: int = key(50304, "rows of the token table")
     block_size: int = key(1024, "longest context in tokens")
     n_embd: int = key(768, "width of the residual stream (D)")
     n_head: int = key(12, "query heads (H)")
@@ -69,9 +72,9 @@ class GPTConfig:
     min_depth: int = key(1, "smallest depth that uniform sampling draws")
     loss: str = key("last", "which steps are supervised: last = one cross-entropy after the final step")
     state_noise: float = key(0.0, "std of the noise on the state that a step reads, training only (GRT: 0.1)")
-    gate_noise: float = key(0.0, "std of the per-token noise on the gate's logit, training only (GRT: 0.1)")
+    gate_noise: float = key(0.0, "std of the per-token noise inside the gate's sigmoid, training only (GRT: 0.1)")
     gate_bias: float = key(4.0, "initial b2 of the gate: +4 keeps .982 of the old state at every step")
-    gate_temperature: float = key(1.0, "tau: the gate's logit is divided by it")
+    gate_temperature: float = key(1.0, "tau: the gate's logit is divided by it, before the noise")
     proj_init: str = key("normal", "adapter's start: normal = N(0, 0.02), identity = reads the state and ignores the anchor")
     rope_theta: float = key(10000.0, "RoPE's base period (llama blocks)")
     norm_eps: float = key(1e-5, "epsilon of every norm")
@@ -85,6 +88,8 @@ class GPTConfig:
         for name, least in (("block_size", 1), ("n_embd", 1), ("n_head", 1), ("n_core", 1), ("n_recur", 1),
                             ("n_prelude", 0), ("n_coda", 0), ("vocab_size", 1), ("n_kv_head", 1), ("n_ffn", 1)):
             value = getattr(self, name)
+            if value is None and name not in ("n_kv_head", "n_ffn"):
+                raise ValueError(f"{name}=None is not a number; a model needs one")
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} is too small; it must be at least {least}")
         for name in ("dropout", "state_noise", "gate_noise"):
@@ -159,7 +164,8 @@ class GPTConfig:
     def flops_per_token(self, seq_len, convention="exact", depth=None):
         """FLOPs of one forward pass per token, at context `seq_len`. depth: None = n_recur; may be fractional.
 
-        exact: what is executed: causal attention as half, true GQA widths, head, gate and adapter (anchor's half once).
+        exact: the matrix products that are executed: causal attention as S/2 keys, true GQA and MLP widths, head, gate
+        and adapter (the anchor's half once per forward).
         grt: the formula of the GRT paper: no causal halving, head left out, the adapter's two halves at every step."""
         if convention not in FLOPS:
             raise ValueError(f"convention={convention!r} is not one of {', '.join(FLOPS)}")
@@ -175,12 +181,16 @@ class GPTConfig:
         self.check_cache(cache)
         return seq_len * self.executed_blocks(depth)
 
+    @property
+    def compressible(self):
+        """Whether one K and V per core block can stand for all steps: no step runs a block twice."""
+        return all(len(set(row)) == len(row) for row in block_table(self))
+
     def check_cache(self, cache):
         """Refuse a decode cache that this model cannot use."""
         if cache not in FOLDS:
             raise ValueError(f"cache={cache!r} is not one of {', '.join(FOLDS)}")
-        twice = any(len(set(row)) < len(row) for row in block_table(self))
-        if cache != "full" and twice:
+        if cache != "full" and not self.compressible:
             raise ValueError(f"cache={cache!r} keeps one K and V per block, but sharing={self.sharing_name!r} runs a block "
                              f"twice in one step; use cache='full'")
 
@@ -240,7 +250,7 @@ class Rotary(nn.Module):
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs (a, b) = (x_i, x_{i+K/2}) to (a cos - b sin, b cos + a sin): the order of Llama's released weights.
+    """Turn the pairs (a, b) = (x_i, x_{i+K/2}) to (a cos - b sin, b cos + a sin): Hugging Face's order of Llama weights.
 
     x: queries (B, T, H, K) or keys (B, T, G, K)."""
     if cos is None:
@@ -269,11 +279,12 @@ class Seat(NamedTuple):
         for store_PGK, new_BTGK in ((self.k_PGK, k_BTGK), (self.v_PGK, v_BTGK)):
             new_NGK = new_BTGK.reshape(-1, *new_BTGK.shape[2:])
             store_PGK.index_copy_(0, self.place_C, new_NGK if self.real_C is None else new_NGK[self.real_C])
-        return (store.view(B, -1, *store.shape[1:])[:, : self.n_seen] for store in (self.k_PGK, self.v_PGK))
+        return tuple(store.view(B, -1, *store.shape[1:])[:, : self.n_seen] for store in (self.k_PGK, self.v_PGK))
 
 
 class NoCache:
     """Training and full forwards: nothing is stored, a block's attention is causal over what is here."""
+    depth = None
 
     def open(self, B, T, n_new_B, device):
         return torch.arange(T, device=device)[None]
@@ -292,26 +303,32 @@ class KVCache:
     """`full`, the exact cache: one slot per executed block, and a token's place in its row is its position.
 
     Rows may hold different numbers of tokens. One call brings T new tokens per row, of which the first n_new are real
-    and the rest padding; padding is never stored. Slots: prelude, coda, then the core's by (step, block)."""
+    and the rest padding; padding is never stored. outer: slots of prelude and coda; core: those of the loop."""
 
     def __init__(self, cfg, n_rows, n_places, depth, dtype=torch.float32, device="cpu"):
+        if n_places > cfg.block_size:
+            raise ValueError(f"n_places={n_places} is more than block_size={cfg.block_size}, the positions that the model knows")
         self.cfg, self.n_rows, self.n_places, self.depth = cfg, n_rows, n_places, depth
         self.length_B = [0] * n_rows
-        self.n_outer = cfg.n_prelude + cfg.n_coda
+        self.shape, self.dtype, self.device = (2, n_rows * n_places, cfg.kv_heads, cfg.head_width), dtype, device    # 2 P G K
+        self.outer = self.new_slots(cfg.n_prelude + cfg.n_coda)
+        self.core = self.new_slots(SLOTS[cfg.kv](cfg, depth, 0))
+
+    def new_slots(self, n):
         # zeros, not empty: a masked NaN would still poison the weighted sum of values
-        shape = (2, n_rows * n_places, cfg.kv_heads, cfg.head_width)
-        self.new_slots = lambda n: [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n)]
-        self.kv = self.new_slots(self.n_outer + SLOTS[cfg.kv](cfg, depth, 0))
+        return [torch.zeros(self.shape, dtype=self.dtype, device=self.device) for _ in range(n)]
 
     def core_slot(self, step, j):
         return SLOTS[self.cfg.kv](self.cfg, step, j)
 
     def nbytes(self):
-        return sum(kv.nbytes for kv in self.kv)
+        return sum(slot.nbytes for slot in self.outer + self.core)
 
     def open(self, B, T, n_new_B, device):
         """Take up the next tokens: fixes this call's places and mask, returns their positions (B or 1, T)."""
         n_new_B = n_new_B or [T] * B
+        if not 1 <= min(n_new_B) <= max(n_new_B) <= T:
+            raise ValueError(f"n_new={n_new_B}: every row brings 1 to {T} new tokens in a call of {T}")
         start_B, stop_B = self.length_B, [n + new for n, new in zip(self.length_B, n_new_B)]
         if B != self.n_rows or max(stop_B) > self.n_places:
             raise ValueError(f"the cache holds {self.n_rows} rows of {self.n_places} tokens, {max(start_B)} taken; "
@@ -328,20 +345,23 @@ class KVCache:
         self.mask_B1TS = None
         if T > 1 or not level:
             self.mask_B1TS = (torch.arange(self.n_seen, device=device) <= position_BT[..., None])[:, None]
-        return position_BT
+        return position_BT.clamp(max=self.n_places - 1)       # only padding can stand beyond the last place
 
     def seat(self, i):
-        k_PGK, v_PGK = self.kv[i]
-        return Seat(k_PGK, v_PGK, self.place_C, self.real_C, self.mask_B1TS, self.n_seen)
+        return self.seat_at(self.outer[i])
 
     def core_seat(self, step, j):
-        return self.seat(self.n_outer + self.core_slot(step, j))
+        return self.seat_at(self.core[self.core_slot(step, j)])
+
+    def seat_at(self, slot):
+        k_PGK, v_PGK = slot
+        return Seat(k_PGK, v_PGK, self.place_C, self.real_C, self.mask_B1TS, self.n_seen)
 
     def settle(self, step):
         """A step is over. Exact slots stay as they are."""
 
     def compress(self, how):
-        """This cache with one slot per core block, as `how` says; the exact slots are given back."""
+        """A cache with one slot per core block, as `how` says, in place of this one, whose outer slots it takes over."""
         return self if how == "full" else CompressedCache(self, how)
 
 
@@ -352,15 +372,13 @@ class CompressedCache(KVCache):
     the entry by the first / last / running mean of its steps: right whenever a token stops. One token per row and call."""
 
     def __init__(self, full, how):
-        self.cfg, self.n_rows, self.n_places, self.depth = full.cfg, full.n_rows, full.n_places, full.depth
-        self.length_B, self.n_outer, self.fold = list(full.length_B), full.n_outer, FOLDS[how]
-        core = full.new_slots(self.cfg.n_core)
-        for step, row in enumerate(block_table(self.cfg, full.depth)):
+        vars(self).update(vars(full))                         # same rows, places, lengths and outer slots
+        self.core, self.fold = self.new_slots(self.cfg.n_core), FOLDS[how]
+        for step, row in enumerate(block_table(self.cfg, self.depth)):
             for j, block in enumerate(row):
-                core[block].copy_(self.fold(core[block], full.kv[self.n_outer + full.core_slot(step, j)], step))
-        self.kv = full.kv[: self.n_outer] + core
-        keeps_scratch = how != "last"
-        self.scratch = [kv.new_zeros(2, self.n_rows, *kv.shape[2:]) for kv in core if keeps_scratch]
+                self.core[block].copy_(self.fold(self.core[block], full.core[full.core_slot(step, j)], step))
+        # What is kept of the token at hand while its entry is in use; `last` keeps the entry itself.
+        self.scratch = [] if how == "last" else [slot.new_zeros(2, self.n_rows, *slot.shape[2:]) for slot in self.core]
 
     def core_slot(self, step, j):
         return self.cfg.sharing_rule.block(step, j, self.cfg)
@@ -374,9 +392,9 @@ class CompressedCache(KVCache):
         return super().open(B, T, n_new_B, device)
 
     def settle(self, step):
-        for kv, kept in zip(self.kv[self.n_outer:], self.scratch):
-            kept.copy_(self.fold(kept, kv[:, self.place_C], step))
-            kv[:, self.place_C] = kept
+        for slot, kept in zip(self.core, self.scratch):
+            kept.copy_(self.fold(kept, slot[:, self.place_C], step))
+            slot[:, self.place_C] = kept
 
 
 # How a compressed slot takes up step r (from 0): what was kept, the new entry -> what is kept.
@@ -462,7 +480,7 @@ KINDS = {
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block, residuals inside: a pure function of tensors, x -> x.
+    """A pre-norm transformer block, residuals inside: a function of tensors, x -> x, whose only trace is in its seat.
 
     cos, sin: rotary tables or None; seat: where K and V go, None = causal over what is here."""
 
@@ -560,7 +578,8 @@ class Inject(Replace):
         return (self.from_anchor(e_BTD),)
 
     def read(self, h_BTD, anchor):
-        return self.from_state(h_BTD) + anchor[0]          # u = W_proj [h ; e]
+        u_BTD = self.from_state(h_BTD) + anchor[0]            # u = W_proj [h ; e]
+        return u_BTD.to(h_BTD.dtype)                          # under autocast the residual stream stays float32
 
     @staticmethod
     def flops(cfg):
@@ -580,10 +599,10 @@ class GateUnit(nn.Module):
         self.temperature = cfg.gate_temperature
 
     def forward(self, h_BTD, e_BTD, noise_BT1):
-        """h: the state without noise; e: the anchor, normed already; noise: eps_g, one draw per token."""
+        """h: the state without noise; e: LN_e of the anchor, made once per forward; noise: eps_g, one draw per token."""
         x_BTE = self.joint_norm(torch.cat((self.state_norm(h_BTD), e_BTD), -1))
         z_BTD = self.down(F.silu(self.up(x_BTE)))
-        return torch.add(noise_BT1, at_least_fp32(z_BTD), alpha=1 / self.temperature).sigmoid_()
+        return torch.add(noise_BT1, at_least_fp32(z_BTD), alpha=1 / self.temperature).sigmoid_()          # eps_g + z / tau
 
 
 class Gate(Inject):
@@ -599,7 +618,8 @@ class Gate(Inject):
 
     def write(self, h_BTD, y_BTD, anchor, noise_BT1):
         g_BTD = self.gate(h_BTD, anchor[1], noise_BT1)
-        return torch.lerp(y_BTD.to(g_BTD.dtype), h_BTD.to(g_BTD.dtype), g_BTD).to(h_BTD.dtype)
+        h_new_BTD = torch.lerp(y_BTD.to(g_BTD.dtype), h_BTD.to(g_BTD.dtype), g_BTD)            # y + g (h - y)
+        return h_new_BTD.to(h_BTD.dtype)
 
     @staticmethod
     def flops(cfg):
@@ -609,7 +629,7 @@ class Gate(Inject):
 UPDATES = {"replace": Replace, "inject": Inject, "gate": Gate}
 
 # ----------------------------------------------------------------------------------------------------- 8 depth and noise
-# Training depth of a micro-batch, from a generator that is the same on all ranks.
+# Training depth of a micro-batch, from a generator that the caller gives the same seed on all ranks.
 DEPTHS = {
     "fixed": lambda cfg, rng: cfg.n_recur,
     "uniform": lambda cfg, rng: int(torch.randint(cfg.min_depth, cfg.n_recur + 1, (), generator=rng)),
@@ -633,11 +653,12 @@ class Noise:
         self.state_std, self.gate_std, self.seed = cfg.state_noise, cfg.gate_noise, seed
 
     def draw(self, x, shape, std, *where):
-        return torch.empty(shape, device=x.device, dtype=x.dtype).normal_(0, std, generator=generator(fold_in(self.seed, *where), x.device))
+        rng = generator(fold_in(self.seed, *where), x.device)
+        return torch.empty(shape, device=x.device, dtype=x.dtype).normal_(0, std, generator=rng)
 
     def on_state(self, h_BTD, step):
         """h + eps_x, redrawn at every step; the gate and the write see h without it."""
-        return self.draw(h_BTD, h_BTD.shape, self.state_std, "state", step).add_(h_BTD)
+        return self.draw(h_BTD, h_BTD.shape, self.state_std, "state", step).add_(h_BTD) if self.state_std else h_BTD
 
     def on_gate(self, h_BTD, step):
         """eps_g, one draw per token, the same for all its features."""
@@ -736,7 +757,7 @@ class GPT(nn.Module):
 
         depth: steps to run, 0 = coda on the prelude's output; None = sampled in training, n_recur in evaluation.
         routing: None, "topk" or "causal"; matters only to expert-choice routers. seed: training only, a pair of ints
-        (shared, own): depth comes from shared, noise from own; None = both from torch's global generator.
+        (shared, own): depth comes from shared, noise from own; None = both from torch's global generator, as dropout.
         Raises ValueError on more than block_size tokens, none at all, or a depth that this model cannot run."""
         if not 0 < ids_BT.size(1) <= self.cfg.block_size:
             raise ValueError(f"{ids_BT.size(1)} tokens given; this model takes 1 to block_size={self.cfg.block_size}")
@@ -751,17 +772,21 @@ class GPT(nn.Module):
         h_BTD, e_BTD, who = self.start(ids_BT, cache)
         h_BTD, who = self.recursion(h_BTD, e_BTD, who, depth, noise, cache)
         logits_BTV = self.finish(h_BTD, who, cache)
-        losses = {} if targets_BT is None else LOSSES[self.cfg.loss](logits_BTV, targets_BT)
-        loss = None if targets_BT is None else sum(losses.values()) if self.training else losses["ce"]
+        loss, losses = None, {}
+        if targets_BT is not None:
+            losses = LOSSES[self.cfg.loss](logits_BTV, targets_BT)
+            loss = sum(losses.values()) if self.training else losses["ce"]
         return Output(logits_BTV, loss, losses, torch.full_like(ids_BT, depth))
 
     @torch.inference_mode()
     def feed(self, ids_BT, cache, depth=None, n_new_B=None, every=False):
         """Decode: take up the next tokens of each row with a cache (room 3), which remembers them.
 
-        ids (B, T), the first n_new_B[b] of row b real and the rest padding (None: all real). Returns logits after each
-        row's last real token, (B, 1, V); with every=True after all T, (B, T, V)."""
-        depth = self.check_depth(depth)
+        ids (B, T), the first n_new_B[b] of row b real and the rest padding (None: all real). depth: None = the cache's.
+        Returns logits after each row's last real token, (B, 1, V); with every=True after all T, (B, T, V)."""
+        depth = self.check_depth(cache.depth if depth is None else depth)
+        if cache.depth not in (None, depth):
+            raise ValueError(f"depth={depth}, but the cache was made for depth {cache.depth}; make another one")
         pick = slice(None)
         if not every and ids_BT.size(1) > 1:
             last_B = [n - 1 for n in n_new_B or [ids_BT.size(1)] * ids_BT.size(0)]
@@ -805,11 +830,12 @@ class GPT(nn.Module):
                     nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.cfg.executed_blocks()))
         update = self.recursion.update
         if self.cfg.proj_init == "identity" and isinstance(update, Inject):
-            nn.init.eye_(update.from_state.weight), nn.init.zeros_(update.from_anchor.weight)
+            nn.init.eye_(update.from_state.weight)
+            nn.init.zeros_(update.from_anchor.weight)
         if isinstance(update, Gate):
             nn.init.constant_(update.gate.down.bias, self.cfg.gate_bias)      # after the loop that zeroed it
 
-    # ---- room 10's generate, bound here
+    # ---- generate: room 10's stream, collected
 
     def generate(self, ids_BT, max_new_tokens, temperature=1.0, top_k=None, top_p=None, depth=None, cache="full", stop=None,
                  threshold=None, exit=None, exit_threshold=None, use_cache=True, generator=None):
@@ -817,7 +843,8 @@ class GPT(nn.Module):
         1-D tensors -> a list, each prompt + new tokens, cut after its stop id.
 
         temperature 0 = greedy; top_k None or 0 = off; top_p in (0, 1]; cache: full (exact), first, last, mean.
-        A row that outgrows block_size drops its older half and is read again from there. Raises ValueError."""
+        A row that holds more than block_size tokens drops all but its newest block_size // 2, and the batch is read again
+        from what each row still holds (so with a compressed cache the others' K/V are made anew). Raises ValueError."""
         for name, value in (("threshold", threshold), ("exit", exit), ("exit_threshold", exit_threshold)):
             if value is not None:
                 raise ValueError(f"{name}={value} given, but this model has no {'router' if name == 'threshold' else 'exit rule'}")
@@ -833,7 +860,7 @@ class GPT(nn.Module):
                 break
         if isinstance(ids_BT, torch.Tensor):
             width = ids_BT.size(1) + max_new_tokens
-            return torch.tensor([row + [stop] * (width - len(row)) for row in rows], device=device).view(len(rows), width)
+            return torch.tensor([row + [stop] * (width - len(row)) for row in rows], device=device)
         return [torch.tensor(row, device=device) for row in rows]
 
 
@@ -885,16 +912,15 @@ def stream(model, rows, max_new_tokens, temperature=1.0, top_k=None, top_p=None,
         for i in range(max_new_tokens):
             if max(map(len, context)) > model.cfg.block_size:
                 context, store = [keep_newer_half(row, model.cfg.block_size) for row in context], None
-            fed = context if store is None else [row[-1:] for row in context]
-            if store is None:
+            fresh = store is None
+            fed = context if fresh else [row[-1:] for row in context]
+            if fresh:
                 n_places = min(model.cfg.block_size, max(map(len, context)) + max_new_tokens - i - 1)
                 store = make_cache(model, len(rows), n_places, depth) if use_cache else NoCache()
             ids_BT = torch.tensor([row + [0] * (max(map(len, fed)) - len(row)) for row in fed], device=device)
             logits_BV = model.feed(ids_BT, store, depth, [len(row) for row in fed])[:, 0]
-            if not use_cache:
-                store = None
-            elif fed is context:
-                store = store.compress(cache)
+            if fresh:
+                store = store.compress(cache) if use_cache else None
             next_B = sample(logits_BV, temperature, top_k, top_p, generator)
             context = [row + [new] for row, new in zip(context, next_B)]
             yield next_B
@@ -935,7 +961,7 @@ def exact_flops(cfg, seq_len, depth):
 
 
 def grt_flops(cfg, seq_len, depth):
-    # (n_prelude + n_core R + n_coda)(24 d^2 + 4 S d) + R 10 d^2                                        [GRT, FLOPs per token]
+    # (n_prelude + n_core R + n_coda)(24 d^2 + 4 S d) + R 10 d^2, 24 d^2 being GPT-2's widths             [GRT, FLOPs per token]
     return cfg.executed_blocks(depth) * block_flops(cfg, seq_len) + depth * sum(UPDATES[cfg.update].flops(cfg))
 
 
@@ -969,10 +995,9 @@ def describe(cfg):
     R, S = cfg.n_recur, cfg.block_size
     lines = [f"layout {cfg.layout}: {cfg.n_prelude} prelude + {cfg.n_core} core x {R} steps + {cfg.n_coda} coda; "
              f"block={cfg.block} sharing={cfg.sharing_name} update={cfg.update}", "", "depth plan (core block @ K/V slot)"]
-    outer, rows = cfg.n_prelude + cfg.n_coda, block_table(cfg)
-    for step, row in enumerate(rows):
+    for step, row in enumerate(block_table(cfg)):
         if step < 3 or step == R - 1:
-            cells = [f"{block:>3}@{outer + SLOTS[cfg.kv](cfg, step, j):<4}" for j, block in enumerate(row)]
+            cells = [f"{block:>3}@{SLOTS[cfg.kv](cfg, step, j):<4}" for j, block in enumerate(row)]
             lines.append(f"  step {step}: " + " ".join(cells[:12]) + (" ..." if len(cells) > 12 else ""))
         elif step == 3:
             lines.append("  ...")
@@ -981,12 +1006,16 @@ def describe(cfg):
               f"executed    {cfg.executed_blocks()} blocks from {cfg.n_prelude + cfg.n_core + cfg.n_coda} sets of weights"]
     flops = [f"depth {d}: {cfg.flops_per_token(S, depth=d) / 1e6:,.1f}" for d in sorted({0, 1, R}) if cfg.any_depth or d == R]
     lines.append(f"MFLOP/token {'   '.join(flops)}   (forward, context {S}, exact)")
-    caches = [c for c in FOLDS if c == "full" or cfg.any_depth and R > 1]
+    caches = [c for c in FOLDS if c == "full" or cfg.compressible and R > 1]
     sizes = [f"{c}: {cfg.kv_bytes(S, 1, torch.bfloat16, c) / 2**20:,.1f}" for c in caches]
     lines += [f"cache MiB   {'   '.join(sizes)}   (one row of {S} tokens, bfloat16)", "", "one forward, 2 rows of 8 tokens"]
     with torch.device("meta"):
         model, ids_BT = GPT(cfg).eval(), torch.zeros(2, min(8, S), dtype=torch.long)
-        shapes, hook = [], lambda name: lambda module, args, out: shapes.append((name, tuple(out.shape)))
+        shapes = []
+
+        def hook(name):
+            return lambda module, args, out: shapes.append((name, tuple(out.shape)))
+
         model.embed.register_forward_hook(hook("embed"))
         for name in ("prelude", "recursion.core", "coda"):
             for i, block in enumerate(model.get_submodule(name)):
@@ -995,7 +1024,7 @@ def describe(cfg):
     runs = []                                       # equal neighbours on one line: name ... name (shape)
     for name, shape in [("ids_BT", tuple(ids_BT.shape))] + shapes:
         if runs and runs[-1][2] == shape:
-            runs[-1][1:2] = [name]; runs[-1][3] += 1
+            runs[-1][1], runs[-1][3] = name, runs[-1][3] + 1
         else:
             runs.append([name, name, shape, 1])
     lines += [f"  {first if n == 1 else f'{first} ... {last} ({n} calls)':<48}{shape}" for first, last, shape, n in runs]

@@ -7,6 +7,7 @@
 Text goes to stdout, everything else to stderr. All prompts and samples run as one batch with a K/V cache.
 """
 import codecs
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ import torch
 
 import prepare
 from config import UserError, key
-from model import FOLDS, GPT, GPTConfig, check_sampling, generator, stream
-from train import load_checkpoint, pick_device
+from model import FOLDS, GPT, GPTConfig, check_sampling, generator, make_cache, stream
+from train import check_ranges, fitting, load_checkpoint, pick_device
 
 
 @dataclass
@@ -47,7 +48,7 @@ def say(*text):
 
 def newest_run(root="out"):
     """The run folder in `root` whose checkpoint is newest."""
-    runs = sorted(Path(root).glob("*/ckpt.pt"), key=lambda path: path.stat().st_mtime)
+    runs = sorted(filter(Path.is_file, Path(root).glob("*/ckpt.pt")), key=lambda path: path.stat().st_mtime)
     if not runs:
         raise UserError(f"there is no run in {root}/; train one first: python train.py config/grt_tiny.py")
     return runs[-1].parent
@@ -57,13 +58,14 @@ def load_run(out_dir, device):
     """(model in evaluation mode, tokenizer, checkpoint without its tensors) of a run folder (None: the newest)."""
     folder = Path(out_dir) if out_dir is not None else newest_run()
     state = load_checkpoint(folder / "ckpt.pt")
-    tokenizer = prepare.get_tokenizer(state["tokenizer"])
-    if prepare.fingerprint(tokenizer) != state["fingerprint"]:
-        raise UserError(f"{folder} was trained with another tokenizer of the name {state['tokenizer']!r} than the one installed "
-                        f"here (fingerprints {state['fingerprint']} and {prepare.fingerprint(tokenizer)})")
-    model = GPT(GPTConfig(**state["model_config"])).to(device).eval()
-    model.load_state_dict(state["model"])
-    return model, tokenizer, {"folder": folder, "step": state["step"], "val_loss": state["val_loss"]}
+    with fitting(folder / "ckpt.pt"):
+        tokenizer = prepare.get_tokenizer(state["tokenizer"])
+        if prepare.fingerprint(tokenizer) != state["fingerprint"]:
+            raise UserError(f"{folder} was trained with another tokenizer of the name {state['tokenizer']!r} than the one installed "
+                            f"here (fingerprints {state['fingerprint']} and {prepare.fingerprint(tokenizer)})")
+        model = GPT(GPTConfig(**state["model_config"])).to(device).eval()
+        model.load_state_dict(state["model"])
+        return model, tokenizer, {"folder": folder, "step": state["step"], "val_loss": state["val_loss"]}
 
 
 def depth_meaning(cfg, depth):
@@ -74,11 +76,18 @@ def depth_meaning(cfg, depth):
         raise UserError(f"--recursions={depth} is not a number of steps; give an integer from 0 up")
     if depth is not None and depth != cfg.n_recur and not cfg.any_depth:
         raise UserError(f"--recursions={depth}: sharing={cfg.sharing_name!r} always runs n_recur={cfg.n_recur} steps; leave the flag out")
+    if cfg.n_recur == 1:
+        return "no recursion"
     depth = cfg.n_recur if depth is None else depth
     low = cfg.min_depth if cfg.depth_sampling == "uniform" else cfg.n_recur
     trained = f"trained at {low} to {cfg.n_recur}" if low < cfg.n_recur else f"trained at {cfg.n_recur}"
     beyond = "; beyond the trained depth: expect worse" if depth > cfg.n_recur else "; never trained at this depth: expect worse" if depth < low else ""
     return f"depth {depth} ({trained}{beyond})"
+
+
+def as_typed(text):
+    """An argument's text as UTF-8, also where the locale is not: Python then keeps each odd byte as half a surrogate pair."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def read_prompt(start):
@@ -88,8 +97,11 @@ def read_prompt(start):
         if start.startswith("FILE:"):
             return Path(start[5:]).read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--start={start}: cannot be read as utf-8 text ({getattr(error, 'strerror', None) or error})")
-    return start
+        raise UserError(f"--start={start}: cannot be read as UTF-8 text ({getattr(error, 'strerror', None) or error})")
+    return as_typed(start)
+
+
+PADDED = "\ufffd"            # shown for an id without text: the model's table is longer than the tokenizer's
 
 
 class Text:
@@ -103,8 +115,9 @@ class Text:
         """The characters that this token completes; '' once the row is done."""
         if self.done:
             return ""
-        known = token < self.tokenizer.n_vocab                     # the model's table is padded beyond the tokenizer's
-        return self._grow(self.decoder.decode(self.tokenizer.decode_single_token_bytes(token)) if known else "\ufffd")
+        if token < self.tokenizer.n_vocab:
+            return self._grow(self.decoder.decode(self.tokenizer.decode_single_token_bytes(token)))
+        return self.end() + self._grow(PADDED)
 
     def end(self):
         """What an unfinished character leaves."""
@@ -129,7 +142,7 @@ def run_samples(model, tokenizer, s, depth):
     prompts = [read_prompt(start) for start in s.start or [""]]
     prompts = [prompt for prompt in prompts for _ in range(s.num_samples)]
     rows = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token] for prompt in prompts]
-    texts = [Text(tokenizer, s.stop) for _ in rows]
+    texts = [Text(tokenizer, s.stop and as_typed(s.stop)) for _ in rows]
     device = model.embed.weight.device
     started, first, n_steps = time.perf_counter(), None, 0
     tokens = stream(model, rows, s.max_new_tokens, s.temperature, s.top_k, s.top_p, depth, s.cache, s.use_cache,
@@ -157,8 +170,19 @@ def report(model, s, rows, depth, n_steps, first, seconds):
         f"({sum(map(len, rows)):,} prompt tokens), then {rate:,.0f} tokens/s")
     if s.use_cache:
         stored = min(model.cfg.block_size, max(map(len, rows)) + max(0, n_steps - 1))
-        size = model.cfg.kv_bytes(stored, len(rows), model.embed.weight.dtype, s.cache, depth)
+        size = model.cfg.kv_bytes(stored, len(rows), make_cache(model, 1, 1).dtype, s.cache, depth)
         say(f"cache {s.cache}: {size / 2**20:,.2f} MiB for {len(rows)} rows of {stored} tokens")
+
+
+def show(tokenizer, token):
+    """A token in quotes, so that a space is seen; part of a character as its bytes: '\\xf0'."""
+    if token >= tokenizer.n_vocab:
+        return PADDED
+    piece = tokenizer.decode_single_token_bytes(token)
+    try:
+        return repr(piece.decode("utf-8"))
+    except UnicodeDecodeError:
+        return repr(piece)[1:]
 
 
 @torch.no_grad()
@@ -166,21 +190,20 @@ def run_trace(model, tokenizer, text, depth, n_best=5):
     """The likeliest next tokens after each depth from 0 (coda on the prelude's output) to `depth`."""
     ids = tokenizer.encode_ordinary(text)[-model.cfg.block_size :] or [tokenizer.eot_token]
     ids_BT = torch.tensor([ids], device=model.embed.weight.device)
-    show = lambda i: repr(tokenizer.decode([i], errors="replace"))[1:-1] if i < tokenizer.n_vocab else "\ufffd"
     write(f"next token after {text!r}\n")
     for d in range(depth + 1) if model.cfg.any_depth else [depth]:
         p_V = model(ids_BT, depth=d).logits[0, -1].float().softmax(-1)
         best = p_V.topk(min(n_best, p_V.numel()))
-        cells = [f"{show(i):>10} {p:.3f}" for p, i in zip(best.values.tolist(), best.indices.tolist())]
+        cells = [f"{show(tokenizer, i):>10} {p:.3f}" for p, i in zip(best.values.tolist(), best.indices.tolist())]
         write(f"depth {d:2d} |" + " |".join(cells) + "\n")
 
 
 def main(argv):
-    s = config.parse(argv, [SampleConfig], __doc__)
-    if s.files:
-        raise UserError(f"sample.py takes no config file ({s.files[0]}): the run in --out_dir knows its own")
-    if s.num_samples < 1 or s.max_new_tokens < 0:
-        raise UserError(f"num_samples={s.num_samples}, max_new_tokens={s.max_new_tokens}: give at least 1 and 0")
+    s = config.parse(argv, [SampleConfig], __doc__, words=("", len(argv)))      # words, only to say what to write instead
+    if s.words:
+        raise UserError(f"command line: sample.py takes flags alone, not {s.words[0]!r}: a prompt is --start=..., and the run in "
+                        f"--out_dir knows its own config")
+    check_ranges(s, {"num_samples": (1, math.inf), "max_new_tokens": (0, math.inf), "seed": (0, 2**63)})
     try:
         check_sampling(s.temperature, s.top_k, s.top_p)
     except ValueError as error:
@@ -193,7 +216,7 @@ def main(argv):
     try:
         with autocast:
             if s.trace is not None:
-                run_trace(model, tokenizer, s.trace, depth)
+                run_trace(model, tokenizer, as_typed(s.trace), depth)
             else:
                 run_samples(model, tokenizer, s, depth)
     except ValueError as error:                                    # a cache that this model cannot use, damaged weights

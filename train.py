@@ -8,13 +8,17 @@ The run's folder (out/<config name>) holds ckpt.pt, log.jsonl and config.py with
 noise and dropout are functions of (seed, step, micro-step), so a resumed run equals an unbroken one.
 """
 import contextlib
+import functools
 import json
 import math
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -57,6 +61,22 @@ class TrainConfig:
     eval_tokens: int = key(65536, "validation tokens per evaluation: fixed windows, evenly spaced")
     log_interval: int = key(10, "steps between log lines")
     sample_tokens: int = key(300, "tokens that the trained model writes at the end; 0 = none")
+
+
+# From (included) .. to (not): an infinite value is never meant.
+RANGES = {"seed": (0, 2**63), "learning_rate": (0, math.inf), "min_lr": (0, math.inf), "weight_decay": (0, math.inf),
+          "beta1": (0, 1), "beta2": (0, 1), "grad_clip": (0, math.inf), "batch_size": (1, math.inf),
+          "gradient_accumulation_steps": (1, math.inf), "max_iters": (0, math.inf), "warmup_iters": (0, math.inf),
+          "lr_decay_iters": (0, math.inf), "eval_tokens": (1, math.inf), "log_interval": (1, math.inf), "sample_tokens": (0, math.inf)}
+
+
+def check_ranges(settings, ranges):
+    """Refuse a number outside its range, NaN too. None stands for a default and is left alone."""
+    for name, (low, high) in ranges.items():
+        value = settings.values[name]
+        if value is not None and not low <= value < high:
+            below = "" if value < low else f" and below {high:g}"
+            raise UserError(f"{settings.origins[name]}: {name}={value} is out of range; it must be at least {low}{below}")
 
 
 # ------------------------------------------------------------------------------------------------------------------ data
@@ -120,9 +140,10 @@ def resolve_vocab(settings, fallback=50304):
     try:
         return padded_vocab(settings.vocab_size, prepare.load_meta(settings.data_dir, settings.dataset))
     except UserError:
-        if settings.vocab_size is None:
-            print(f"note: vocab_size is not set and data set {settings.dataset!r} is not here: counting with {fallback}", file=sys.stderr)
-        return settings.vocab_size or fallback
+        if settings.vocab_size is not None:
+            return settings.vocab_size
+        print(f"note: vocab_size is not set and data set {settings.dataset!r} is not here: counting with {fallback}", file=sys.stderr)
+        return fallback
 
 
 # ------------------------------------------------------------------------------------------------- device, schedule, loss
@@ -134,7 +155,7 @@ def pick_device(settings):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.zeros(1, device=name)
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"device={name!r} cannot be used here ({str(error).splitlines()[0][:80]}); try --device=cpu")
     device, dtype = torch.device(name), settings.dtype
@@ -231,6 +252,7 @@ def mean_gate(model, ids_BT):
 # ------------------------------------------------------------------------------------------------- the run and its folder
 
 
+@functools.cache                                              # what runs is the code as it was at the start
 def commit():
     """Commit of this code, + where files differ from it; `unknown` without git or a .git folder."""
     try:
@@ -268,6 +290,8 @@ def claim_folder(settings):
         if not (folder / "ckpt.pt").is_file():
             raise UserError(f"init_from=resume, but {folder / 'ckpt.pt'} does not exist; name the run with --out_dir=")
         return folder, hold(folder)
+    if folder.name in ("", ".."):
+        raise UserError(f"out_dir={str(folder)!r} is no folder of the run's own; give it a name, for example --out_dir=out/mine")
     lock, n, wanted = hold(folder), 1, folder
     while any((folder / left).exists() for left in ("ckpt.pt", "log.jsonl")):
         n += 1
@@ -278,32 +302,52 @@ def claim_folder(settings):
     return folder, lock
 
 
-def save_checkpoint(path, state):
+def write_whole(path, write):
     """Write aside, sync, rename: at any moment the file is the old one or the new one, whole."""
     aside = path.with_name(path.name + ".tmp")
     try:
         with open(aside, "wb") as file:
-            torch.save(state, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             aside.unlink()
-        raise UserError(f"could not save {path} ({getattr(error, 'strerror', None) or error}); an older checkpoint there is intact")
+        raise UserError(f"could not save {path} ({getattr(error, 'strerror', None) or error}); an older file there is intact")
+
+
+def save_checkpoint(path, state):
+    write_whole(path, lambda file: torch.save(state, file))
 
 
 def load_checkpoint(path):
     """The dict that save_checkpoint wrote, on CPU: tensors and plain types only."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()                       # torch itself does not look at the checksums
+        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"no checkpoint at {path}; train first: python train.py config/grt_tiny.py")
+    except (IsADirectoryError, PermissionError, UnicodeEncodeError) as error:
+        raise UserError(f"{str(path)!r} cannot be read ({getattr(error, 'strerror', error.args[-1])}); move or rename it")
     except Exception as error:
-        raise UserError(f"{path} is damaged or not a checkpoint ({type(error).__name__}); use another run or train again")
+        damaged = type(error).__name__
+    if damaged:
+        raise UserError(f"{path} is damaged or not a checkpoint ({damaged}); use another run or train again")
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of this program (format {FORMAT}); train again")
     return state
+
+
+@contextlib.contextmanager
+def fitting(path):
+    """Around all that takes a checkpoint apart: parts that are not there or do not fit are one line."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path} is not a whole checkpoint of this program ({reason[:150]}); use another run or train again")
 
 
 def check_resume(state, cfg, meta, settings):
@@ -324,12 +368,18 @@ class Log:
     """The same record as one aligned line on stdout and one JSON line in log.jsonl."""
 
     def __init__(self, path):
-        self.file = open(path, "a", encoding="utf-8")
+        self.path = path
+        with contextlib.suppress(FileNotFoundError):          # a kill or a full disk may have cut the last line short
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
     def write(self, line, **record):
         print(line, flush=True)
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        record = json.loads(json.dumps(record), parse_constant=str)             # JSON has no NaN: it becomes a word
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise UserError(f"could not write {self.path} ({error.strerror}); the last checkpoint there is intact")
 
 
 def human(seconds):
@@ -412,10 +462,11 @@ def parse(argv):
         use_own = settings.init_from == "resume" and settings.out_dir and own.is_file()
         base = own if use_own else HERE / "config" / "grt_tiny.py"
         settings = config.parse([os.path.relpath(base), *argv], [GPTConfig, TrainConfig], __doc__)
-    for name, least in (("batch_size", 1), ("gradient_accumulation_steps", 1), ("max_iters", 0), ("warmup_iters", 0),
-                        ("eval_tokens", 1), ("log_interval", 1), ("sample_tokens", 0), ("grad_clip", 0)):
-        if settings.values[name] < least:
-            raise UserError(f"{settings.origins[name]}: {name}={settings.values[name]} is too small; it must be at least {least}")
+        if use_own:                                           # its comments still know where each value came from
+            for name, origin in re.findall(r"^(\w+) = .*  # (.*)$", own.read_text(encoding="utf-8"), re.M):
+                if settings.origins.get(name) != "command line":
+                    settings.origins[name] = origin
+    check_ranges(settings, RANGES)
     settings.build(GPTConfig, vocab_size=settings.vocab_size or 64)          # refuse a bad shape before touching data
     return settings
 
@@ -427,10 +478,11 @@ def main(argv):
     folder, lock = claim_folder(settings)
     resumed = load_checkpoint(folder / "ckpt.pt") if settings.init_from == "resume" else None
     if resumed:
-        check_resume(resumed, cfg, meta, settings)
+        with fitting(folder / "ckpt.pt"):
+            check_resume(resumed, cfg, meta, settings)
     compiled = want_compile(settings.compile, device)
     print(start_page(settings, cfg, meta, folder, device, dtype, compiled), flush=True)
-    (folder / "config.py").write_text(settings.dump(), encoding="utf-8")
+    write_whole(folder / "config.py", lambda file: file.write(settings.dump().encode("utf-8")))
 
     torch.manual_seed(settings.seed)
     model = GPT(cfg).to(device)
@@ -438,9 +490,10 @@ def main(argv):
                                   betas=(settings.beta1, settings.beta2), fused=device.type in ("cpu", "cuda"))
     first_step, best = 0, math.inf
     if resumed:
-        model.load_state_dict(resumed["model"])
-        optimizer.load_state_dict(resumed["optimizer"])
-        first_step, best = resumed["step"], resumed["best_val_loss"]
+        with fitting(folder / "ckpt.pt"):
+            model.load_state_dict(resumed["model"])
+            optimizer.load_state_dict(resumed["optimizer"])
+            first_step, best = resumed["step"], resumed["best_val_loss"]
         for group, decay in zip(optimizer.param_groups, (settings.weight_decay, 0.0)):
             group.update(weight_decay=decay, betas=(settings.beta1, settings.beta2))
         resumed = None                                        # a second copy of the weights would stay in memory
@@ -449,7 +502,9 @@ def main(argv):
     run(model, optimizer, settings, meta, train_split, val_split, folder, device, autocast, first_step, best)
     lock.close()
     if settings.sample_tokens:
-        print(f"\nwhat it writes (more: python sample.py --out_dir={folder})\n{write(model, meta, settings.sample_tokens)}")
+        text, encoding = write(model, meta, settings.sample_tokens), sys.stdout.encoding or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)                # a terminal may know ASCII alone
+        print(f"\nwhat it writes (more: python sample.py --out_dir={shlex.quote(str(folder))})\n{text}")
 
 
 def run(model, optimizer, s, meta, train_split, val_split, folder, device, autocast, first_step, best):
@@ -508,7 +563,8 @@ def run(model, optimizer, s, meta, train_split, val_split, folder, device, autoc
             before = time.perf_counter()
             best = evaluate_and_save(done, best)
             clock += time.perf_counter() - before             # evaluation is not training time
-    if first_step >= s.max_iters > 0:
+    if first_step > 0 and first_step >= s.max_iters:
+        print(f"the run is at step {first_step} and max_iters={s.max_iters}: nothing is left to train, only to evaluate")
         evaluate_and_save(first_step, best)
 
 

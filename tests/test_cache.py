@@ -3,6 +3,7 @@
     python -m pytest -q tests/test_cache.py
 """
 import copy
+import itertools
 import math
 
 import pytest
@@ -414,13 +415,14 @@ def test_generate_runs_in_evaluation_mode_and_restores_the_mode(training):
 
 
 def test_damaged_weights_give_one_clear_error():
-    model = loud(tiny())
-    for damage in (math.nan, math.inf):
+    for damage, temperature in itertools.product((math.nan, math.inf), (0, 1.0)):
+        everywhere, one_row = loud(tiny()), loud(tiny())
         with torch.no_grad():
-            model.norm.weight.fill_(damage)
-        for temperature in (0, 1.0):
+            everywhere.norm.weight.fill_(damage)
+            one_row.embed.weight[60] = damage                           # of a token that the prompt does not hold
+        for model in (everywhere, one_row):
             with pytest.raises(ValueError, match="the logits are not finite"):
-                model.generate(some_ids(1, 4), 2, temperature)
+                model.generate(torch.tensor([[1, 2, 3]]), 2, temperature)
 
 
 def test_options_of_models_with_routers_or_exits_are_refused():

@@ -53,6 +53,8 @@ MUTANTS = {
                                "test_model::test_every_parameter_learns"),
     "the head is untied": ("self.embed.weight)\n\n    # ---- public", "self.embed.weight.detach())\n\n    # ---- public", "test_model::test_the_head_is_the_token_table"),
 
+    "the gate's state turns float32": ("g_BTD).to(h_BTD.dtype)", "g_BTD)", "test_model::test_half_precision_weights_give_nearly_the_same_answer"),
+
     # ---- noise, depth, loss
     "noise in evaluation": ("NoCache(), Silence()", "NoCache(), Noise(self.cfg, 0)", "test_model::test_evaluation_is_without_noise_and_deterministic_whatever_the_seed"),
     "noise in decoding": ("depth, Silence(), cache)", "depth, Noise(self.cfg, 0), cache)", "test_cache::test_two_hundred_written_tokens_saw_the_logits_of_the_full_forward"),
@@ -63,6 +65,7 @@ MUTANTS = {
                                       "test_model::test_state_noise_is_drawn_for_every_feature_and_gate_noise_for_every_token"),
     "state noise is the same at every step": ('"state", step)', '"state", 0)', "test_model::test_noise_is_fresh_at_every_step_and_a_function_of_seed_and_step"),
     "gate noise is the same at every step": ('"gate", step)', '"gate", 0)', "test_model::test_noise_is_fresh_at_every_step_and_a_function_of_seed_and_step"),
+    "quiet gates get a number and not a tensor": ("h_BTD.new_zeros(*h_BTD.shape[:2], 1)", "1e-9 * step", "test_model::test_another_depth_needs_no_new_graph"),
     "depth never reaches its upper end": ("cfg.n_recur + 1, ()", "cfg.n_recur, ()", "test_model::test_depth_follows_the_shared_seed_and_noise_the_own_one"),
     "depth follows the own seed": ("(self.cfg, generator(shared))", "(self.cfg, generator(own))", "test_model::test_depth_follows_the_shared_seed_and_noise_the_own_one"),
     "targets of -100 are divided by": ("(target_N != -100).sum()", "torch.ones_like(target_N).sum()", "test_model::test_loss_is_the_mean_over_the_targets_that_count"),
@@ -77,6 +80,7 @@ MUTANTS = {
     "steps share a slot": ("return SLOTS[self.cfg.kv](self.cfg, step, j)", "return SLOTS[self.cfg.kv](self.cfg, 0, j)", "test_cache::test_cached_logits_equal_the_full_forward"),
     "padding is stored": ("if min(n_new_B) < T:", "if False:", "test_cache::test_padding_is_never_stored_and_never_spills_into_the_next_row"),
     "the cache's end is not checked": (" or max(stop_B) > self.n_places", "", "test_cache::test_a_call_past_the_caches_end_is_refused_and_changes_nothing"),
+    "a refused call is counted": ("        if B != self.n_rows", "        self.length_B = stop_B\n        if B != self.n_rows", "test_cache::test_a_call_past_the_caches_end_is_refused_and_changes_nothing"),
     "the mean gives the last step half": ("1 / (step + 1)", "0.5 if step else 1.0", "test_cache::test_compressed_caches_equal_the_specification"),
     "first keeps the second": ("kept if step else new", "kept if step > 1 else new", "test_cache::test_compressed_caches_equal_the_specification"),
     "last keeps the first": ('"last": lambda kept, new, step: new', '"last": lambda kept, new, step: kept if step else new', "test_cache::test_compressed_caches_equal_the_specification"),
@@ -92,6 +96,14 @@ MUTANTS = {
     "temperature multiplies": (") / temperature)", ") * temperature)", "test_cache::test_temperature_divides_the_logits"),
     "top_k keeps one more": ("sorted_BV[:, top_k or sorted_BV.size(-1):]", "sorted_BV[:, (top_k or sorted_BV.size(-1)) + 1:]", "test_cache::test_top_k_keeps_the_k_likeliest"),
     "top_p stops before p": ("likelier_BV = sorted_BV.cumsum(-1) - sorted_BV", "likelier_BV = sorted_BV.cumsum(-1)", "test_cache::test_top_p_keeps_the_smallest_set_that_holds_p"),
+    "one token is drawn for all rows": ("torch.multinomial(p_BV, 1, generator=generator)", "torch.multinomial(p_BV[:1], 1, generator=generator).expand(len(p_BV), 1)",
+                                        "test_cache::test_samples_of_one_prompt_begin_with_many_different_tokens"),
+    "the generator given is not used": ("torch.multinomial(p_BV, 1, generator=generator)", "torch.multinomial(p_BV, 1)",
+                                        "test_cache::test_the_same_generator_gives_the_same_text_and_leaves_torchs_own_alone"),
+    "a stop token in the prompt stops": ("[False] * len(prompts)", "[stop in p.tolist() for p in prompts]", "test_cache::test_a_stop_token_in_the_prompt_stops_nothing"),
+    "the cache of the last call is used again": ("make_cache(model, len(rows), n_places, depth) if use_cache", "model.__dict__.setdefault('kept', make_cache(model, len(rows), n_places, depth)) if use_cache",
+                                                 "test_cache::test_calls_do_not_remember_each_other"),
+    "half of the damage is enough": ("if not torch.isfinite(logits_BV).all():", "if not torch.isfinite(logits_BV).any():", "test_cache::test_damaged_weights_give_one_clear_error"),
     "the model is left in evaluation mode": ("model.train(was_training)", "pass", "test_cache::test_generate_runs_in_evaluation_mode_and_restores_the_mode"),
 
     # ---- counts
@@ -112,6 +124,7 @@ def in_place_of_model(source):
     names = [name for name in sys.modules if name in ("model", "tiny", "train") or name.startswith("test_")]
     kept = {name: sys.modules.pop(name) for name in names}
     module = sys.modules["model"] = types.ModuleType("model")
+    module.__file__ = "model.py"
     try:
         exec(compile(source, "model.py", "exec"), vars(module))
         yield
@@ -140,7 +153,7 @@ def run_test(where):
 def test_a_mistake_is_found(mistake):
     old, new, where = MUTANTS[mistake]
     with in_place_of_model(mutated(old, new)):
-        with pytest.raises((AssertionError, pytest.fail.Exception, RuntimeError, IndexError)):        # not a NameError
+        with pytest.raises((AssertionError, pytest.fail.Exception, RuntimeError, IndexError, ValueError)):     # not a NameError
             run_test(where)
 
 
