@@ -149,6 +149,8 @@ def main(argv):
     torch.manual_seed(0)
     cfgs = {name: one.build(GPTConfig, vocab_size=one.vocab_size or 320) for name, one in all_settings.items()}
     compiled = mode == "train" and want_compile(s.compile, device)
+    if s.compile is True and not compiled:
+        print(f"note: bench.py {mode} runs eagerly", file=sys.stderr)
     try:
         if mode == "train":
             made = {name: train_step(cfg, all_settings[name], device, autocast, compiled) for name, cfg in cfgs.items()}

@@ -399,6 +399,8 @@ def load_meta(data_dir, name):
         meta = json.loads(path.read_text(encoding="utf-8"))
         if meta["format"] != FORMAT:
             raise UserError(f"{path} has format {meta['format']}, wanted {FORMAT}; {make_it}")
+        for needed in ("source", "tokenizer", "fingerprint", "vocab_size", "baselines"):
+            meta[needed]
         sizes = {split: meta[split]["tokens"] * np.dtype(meta["dtype"]).itemsize for split in SPLITS}
         for split, size in sizes.items():
             path = folder / f"{split}.bin"
