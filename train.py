@@ -311,10 +311,11 @@ def write_whole(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:                  # torch's own writer turns a full disk into a RuntimeError
         with contextlib.suppress(OSError):
             aside.unlink()
-        raise UserError(f"could not save {path} ({getattr(error, 'strerror', None) or error}); an older file there is intact")
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: is the disk full?"
+        raise UserError(f"could not save {path} ({reason}); what was there before is intact")
 
 
 def save_checkpoint(path, state):

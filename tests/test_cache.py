@@ -111,11 +111,11 @@ def test_feed_answers_after_the_last_real_token_of_each_row():
 
 
 def test_padding_is_never_stored_and_never_spills_into_the_next_row():
-    model, ids_BT = loud(tiny(**GRT)), some_ids(2, 8)
+    model, ids_BT = loud(tiny(block_size=8, **GRT)), some_ids(2, 8)
     cache = make_cache(model, 2, 8)
     model.feed(ids_BT[:, :6], cache, None, [6, 2])
-    for kv in cache.kv:
-        rows = kv.view(2, 2, 8, 4, 4)                                    # K and V, rows, places, heads, features
+    for slot in cache.outer + cache.core:
+        rows = slot.view(2, 2, 8, 4, 4)                                    # K and V, rows, places, heads, features
         assert (rows[:, 0, 6:] == 0).all() and (rows[:, 1, 2:] == 0).all() and (rows[:, 1, :2] != 0).any(-1).all()
     later_BT = torch.zeros(2, 6, dtype=torch.long)
     later_BT[0, :2], later_BT[1] = ids_BT[0, 6:], ids_BT[1, 2:]          # four tokens of padding in a row that is full
@@ -131,12 +131,27 @@ def test_a_call_past_the_caches_end_is_refused_and_changes_nothing(how):
     model.feed(ids_BT[:, :5], cache)
     cache = cache.compress(how)
     model.feed(ids_BT[:, 5:], cache)
-    before = [kv.clone() for kv in cache.kv]
+    before = [slot.clone() for slot in cache.outer + cache.core]
     with pytest.raises(ValueError, match="holds 2 rows of 6 tokens, 6 taken"):
         model.feed(ids_BT[:, :1], cache)
     with pytest.raises(ValueError, match="3 rows of 1 more do not fit"):
         model.feed(some_ids(3, 1), cache)
-    assert cache.length_B == [6, 6] and all(torch.equal(a, b) for a, b in zip(before, cache.kv))
+    assert cache.length_B == [6, 6] and all(torch.equal(a, b) for a, b in zip(before, cache.outer + cache.core))
+
+
+def test_a_call_that_does_not_fit_the_cache_is_refused():
+    model = loud(tiny(**GRT))
+    with pytest.raises(ValueError, match="n_places=33 is more than block_size=32"):
+        make_cache(model, 2, 33)
+    cache = make_cache(model, 2, 12, 2)
+    for wrong in ([0, 4], [5, 4]):
+        with pytest.raises(ValueError, match="every row brings 1 to 4 new tokens"):
+            model.feed(some_ids(2, 4), cache, None, wrong)
+    with pytest.raises(ValueError, match="depth=3, but the cache was made for depth 2"):
+        model.feed(some_ids(2, 4), cache, 3)
+    assert cache.length_B == [0, 0]
+    ids_BT = some_ids(2, 4)
+    assert close(model.feed(ids_BT, cache, every=True), full(model, ids_BT, 2))             # no depth given: the cache's
 
 
 @pytest.mark.parametrize("name", ["grt", "llama with grouped queries"])
@@ -149,7 +164,7 @@ def test_the_cache_has_the_dtype_of_the_keys(name, precision):
         cache = make_cache(model, 1, 8)
         model.feed(some_ids(1, 5), cache)
         dtype = torch.float32 if precision == "float32" else torch.bfloat16
-        assert {kv.dtype for kv in cache.kv} == {k.dtype for k in keys} == {dtype}
+        assert {slot.dtype for slot in cache.outer + cache.core} == {k.dtype for k in keys} == {dtype}
         for how in ("full", *([] if "llama" in name else ["first", "last", "mean"])):
             assert model.generate(some_ids(1, 5), 3, cache=how).shape == (1, 8)
 

@@ -8,7 +8,7 @@ from tiny import GRID, case_config, case_name, layout, loud, some_ids, tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, GPTConfig, make_cache
+from model import GPT, GPTConfig, describe, make_cache
 
 GRT = dict(vocab_size=50304, update="gate")                # gpt2 blocks without biases, context 1024
 SMALL, MEDIUM, LARGE = dict(n_embd=768, n_head=12), dict(n_embd=1024, n_head=16), dict(n_embd=1280, n_head=20)
@@ -38,6 +38,14 @@ def test_grt_small_has_63_million_parameters():
     assert round(GPTConfig(**GRT, **SMALL, **layout("1+1x10+1")).n_params() / 1e6, 2) == 63.61
 
 
+def test_without_any_setting_it_is_gpt2_small():
+    cfg = GPTConfig()
+    assert (cfg.layout, cfg.n_embd, cfg.n_head, cfg.block_size, cfg.vocab_size) == ("0+12x1+0", 768, 12, 1024, 50304)
+    assert cfg == GPTConfig(block="gpt2", bias=False, dropout=0.0, n_kv_head=None, n_ffn=None, sharing=None, update="replace", router="none",
+                            kv="own", depth_sampling="fixed", min_depth=1, loss="last", state_noise=0.0, gate_noise=0.0, gate_bias=4.0,
+                            gate_temperature=1.0, proj_init="normal", rope_theta=10000.0, norm_eps=1e-5)
+
+
 def test_gpt2_has_124_million_parameters():
     assert GPTConfig(vocab_size=50257, bias=True).n_params() == 124_439_808
     assert GPTConfig(vocab_size=50257, bias=True).n_params(embeddings=False) == 124_439_808 - (50257 + 1024) * 768
@@ -58,6 +66,14 @@ def test_smollm_shapes_have_the_published_sizes(size, n_core, millions, table):
 def test_more_steps_cost_no_parameters():
     for update in ("replace", "inject", "gate"):
         assert len({tiny(n_core=2, n_recur=R, update=update).n_params() for R in (1, 2, 5)}) == 1
+
+
+def test_the_page_about_a_model_shows_its_plan_and_its_counts():
+    cfg = tiny(n_prelude=1, n_core=2, n_recur=3, n_coda=1, update="gate", rope_theta=5.0)
+    page = describe(cfg)
+    for words in ("layout 1+2x3+1", "step 2:   0@4      1@5", f"{cfg.n_params():,} unique", "executed    8 blocks from 4", "mean:", "(2, 8, 61)", "note: rope_theta=5.0"):
+        assert words in page, words
+    assert "mean:" not in describe(tiny(n_recur=2, sharing="sequence"))
 
 
 def test_counting_needs_no_memory():

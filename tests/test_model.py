@@ -55,6 +55,7 @@ def forward(model, ids_BT, **options):
     (dict(n_recur=0), "n_recur=0 is too small"),
     (dict(n_coda=-1), "n_coda=-1 is too small"),
     (dict(block_size=0), "block_size=0 is too small"),
+    (dict(vocab_size=None), "vocab_size=None is not a number"),
     (dict(min_depth=0), "min_depth=0 is outside 1..n_recur=1"),
     (dict(n_recur=2, min_depth=3), "min_depth=3 is outside 1..n_recur=2"),
     (dict(dropout=1.0), "dropout=1.0 is out of range"),

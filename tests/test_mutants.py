@@ -53,7 +53,7 @@ MUTANTS = {
                                "test_model::test_every_parameter_learns"),
     "the head is untied": ("self.embed.weight)\n\n    # ---- public", "self.embed.weight.detach())\n\n    # ---- public", "test_model::test_the_head_is_the_token_table"),
 
-    "the gate's state turns float32": ("g_BTD).to(h_BTD.dtype)", "g_BTD)", "test_model::test_half_precision_weights_give_nearly_the_same_answer"),
+    "the gate's state turns float32": ("return h_new_BTD.to(h_BTD.dtype)", "return h_new_BTD", "test_model::test_half_precision_weights_give_nearly_the_same_answer"),
 
     # ---- noise, depth, loss
     "noise in evaluation": ("NoCache(), Silence()", "NoCache(), Noise(self.cfg, 0)", "test_model::test_evaluation_is_without_noise_and_deterministic_whatever_the_seed"),
@@ -84,7 +84,7 @@ MUTANTS = {
     "the mean gives the last step half": ("1 / (step + 1)", "0.5 if step else 1.0", "test_cache::test_compressed_caches_equal_the_specification"),
     "first keeps the second": ("kept if step else new", "kept if step > 1 else new", "test_cache::test_compressed_caches_equal_the_specification"),
     "last keeps the first": ('"last": lambda kept, new, step: new', '"last": lambda kept, new, step: kept if step else new', "test_cache::test_compressed_caches_equal_the_specification"),
-    "a compressed entry stays the last step's": ("kv[:, self.place_C] = kept", "pass", "test_cache::test_compressed_caches_equal_the_specification"),
+    "a compressed entry stays the last step's": ("slot[:, self.place_C] = kept", "pass", "test_cache::test_compressed_caches_equal_the_specification"),
     "cached keys have the weights' dtype": ("dtype = torch.get_autocast_dtype(device.type)", "pass", "test_cache::test_the_cache_has_the_dtype_of_the_keys"),
 
     # ---- generate
