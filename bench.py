@@ -160,7 +160,7 @@ def main(argv):
     except ValueError as error:
         raise UserError(str(error))
     steps, flops, tokens = ({name: parts[i] for name, parts in made.items()} for i in range(3))
-    print(f"{mode}: {', '.join(f'{name} {cfg.layout}, {all_settings[name].batch_size} rows' for name, cfg in cfgs.items())}; "
+    print(f"{mode}: {', '.join(f'{name} {cfg.layout} ({all_settings[name].batch_size} rows)' for name, cfg in cfgs.items())}; "
           f"{f'{s.new_tokens} tokens after {s.prompt_tokens}; ' if mode == 'generate' else ''}{device} {dtype}"
           f"{' compiled' if compiled else ''}, {s.threads} threads, torch {torch.__version__}, commit {commit()}")
     seconds, warm = interleave(steps, s.repeats, device)

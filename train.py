@@ -472,14 +472,12 @@ def parse(argv):
     return settings
 
 
-def main(argv):
-    settings = parse(argv)
-    device, dtype, autocast = pick_device(settings)
-    meta, train_split, val_split, cfg = load_data(settings)
-    folder, lock = claim_folder(settings)
-    resumed = load_checkpoint(folder / "ckpt.pt") if settings.init_from == "resume" else None
-    if resumed:
-        with fitting(folder / "ckpt.pt"):
+def prepare_run(settings, cfg, meta, folder, device, dtype):
+    """(model, optimizer, first step, best validation loss) of a new or a continued run; says what will run."""
+    path, resumed = folder / "ckpt.pt", None
+    if settings.init_from == "resume":
+        resumed = load_checkpoint(path)
+        with fitting(path):
             check_resume(resumed, cfg, meta, settings)
     compiled = want_compile(settings.compile, device)
     print(start_page(settings, cfg, meta, folder, device, dtype, compiled), flush=True)
@@ -491,24 +489,32 @@ def main(argv):
                                   betas=(settings.beta1, settings.beta2), fused=device.type in ("cpu", "cuda"))
     first_step, best = 0, math.inf
     if resumed:
-        with fitting(folder / "ckpt.pt"):
+        with fitting(path):
             model.load_state_dict(resumed["model"])
             optimizer.load_state_dict(resumed["optimizer"])
             first_step, best = resumed["step"], resumed["best_val_loss"]
         for group, decay in zip(optimizer.param_groups, (settings.weight_decay, 0.0)):
             group.update(weight_decay=decay, betas=(settings.beta1, settings.beta2))
-        resumed = None                                        # a second copy of the weights would stay in memory
     if compiled:
         compile_parts(model)
-    run(model, optimizer, settings, meta, train_split, val_split, folder, device, autocast, first_step, best)
-    lock.close()
+    return model, optimizer, first_step, best
+
+
+def main(argv):
+    settings = parse(argv)
+    device, dtype, autocast = pick_device(settings)
+    meta, train_split, val_split, cfg = load_data(settings)
+    folder, lock = claim_folder(settings)
+    with lock:
+        model, *rest = prepare_run(settings, cfg, meta, folder, device, dtype)
+        run(model, *rest, settings, meta, train_split, val_split, folder, device, autocast)
     if settings.sample_tokens:
         text, encoding = write(model, meta, settings.sample_tokens), sys.stdout.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)                # a terminal may know ASCII alone
         print(f"\nwhat it writes (more: python sample.py --out_dir={shlex.quote(str(folder))})\n{text}")
 
 
-def run(model, optimizer, s, meta, train_split, val_split, folder, device, autocast, first_step, best):
+def run(model, optimizer, first_step, best, s, meta, train_split, val_split, folder, device, autocast):
     """From first_step to max_iters; the last step is always evaluated and saved."""
     log, starts, cfg = Log(folder / "log.jsonl"), fixed_windows(val_split, s.eval_tokens), model.cfg
     tokens = s.batch_size * s.gradient_accumulation_steps * cfg.block_size

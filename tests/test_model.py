@@ -38,6 +38,7 @@ def forward(model, ids_BT, **options):
 
 @pytest.mark.parametrize("wrong, words", [
     (dict(n_embd=256, n_head=6), "n_head=6 does not divide n_embd=256; try 4 or 8"),
+    (dict(n_embd=31), "n_head=4 does not divide n_embd=31; try 1 or 31"),
     (dict(n_kv_head=3), "n_kv_head=3 does not divide n_head=4"),
     (dict(n_kv_head=8), "n_kv_head=8 does not divide n_head=4"),
     (dict(n_kv_head=0), "n_kv_head=0 is too small"),

@@ -1,0 +1,130 @@
+"""README, docstrings and configs say what the scripts do: every command parses, every name exists, every snippet runs.
+
+    python -m pytest -q tests/test_docs.py
+"""
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import config
+import model
+import prepare
+import sample
+import train
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {"model": model, "train": train, "sample": sample, "bench": bench, "prepare": prepare}
+CONFIGS = sorted((ROOT / "config").rglob("[!_]*.py"))
+DOCS = {"README.md": (ROOT / "README.md").read_text("utf-8"), **{f"{name}.py": module.__doc__ for name, module in SCRIPTS.items()},
+        **{str(path.relative_to(ROOT)): ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "" for path in CONFIGS}}
+README = DOCS["README.md"]
+STAND_INS = {"CONFIG": "config/grt_tiny.py", "config/more.py": "config/gpt_tiny.py", "...": None}      # words that a reader replaces
+
+
+def commands():
+    """(where, script, arguments) of every `python SCRIPT.py ...` in the documents."""
+    for where, text in DOCS.items():
+        for script, rest in re.findall(r"python (\w+)\.py([^`\n]*)", text):
+            if script in SCRIPTS:
+                line = re.split(r"\s#|\s{3,}|&&|\||[;,:)]\s|[;,:)]$|\.$", rest)[0]
+                yield where, script, [word for word in (STAND_INS.get(w, w) for w in shlex.split(re.sub(r"[\[\]]", "", line))) if word]
+
+
+def parse(script, argv):
+    schema = {"model": [model.GPTConfig, train.TrainConfig], "train": [model.GPTConfig, train.TrainConfig], "sample": [sample.SampleConfig],
+              "bench": [model.GPTConfig, train.TrainConfig, bench.BenchConfig], "prepare": [prepare.PrepareConfig]}[script]
+    return config.parse(argv, schema, "", words={"bench": "MODE", "prepare": ("SOURCE", 1)}.get(script))
+
+
+@pytest.mark.parametrize("where, script, argv", list(commands()), ids=lambda value: value if isinstance(value, str) else " ".join(value))
+def test_every_command_in_the_documents_is_understood(where, script, argv, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = parse(script, argv)
+    if script == "bench":
+        assert settings.words and settings.words[0] in bench.MODES and settings.files
+    if script == "train":
+        train.parse(argv)
+
+
+def test_there_are_commands_for_every_script():
+    assert {script for _, script, _ in commands()} == set(SCRIPTS)
+
+
+def test_every_flag_in_the_readme_is_a_key_of_some_script():
+    known = {name for script in SCRIPTS for name in parse(script, []).values} | {"help"}
+    assert set(re.findall(r"--([A-Za-z_]+)(?![\w-])", README)) <= known
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_every_key_with_type_default_and_sentence(script, capsys):
+    with pytest.raises(SystemExit) as exit:
+        SCRIPTS[script].main(["--help"])
+    text = capsys.readouterr().out
+    assert exit.value.code == 0 and SCRIPTS[script].__doc__.splitlines()[0] in text
+    for name in parse(script, []).values:
+        assert re.search(rf"^  --{name} +(int|float|str|bool|list)[\w\[\]| ]* +\S+ +\S+", text, re.M), name
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_builds_a_model_and_has_no_key_without_effect(path):
+    settings = train.parse([str(path)])
+    cfg = settings.build(model.GPTConfig, vocab_size=320)
+    assert cfg.unused() == [] and cfg.n_params() > 0 and settings.max_iters > settings.warmup_iters
+
+
+def test_every_line_of_a_config_has_its_reason_there_or_in_the_config_it_follows():
+    lines = [line.partition("#") for path in CONFIGS for line in path.read_text("utf-8").splitlines() if re.match(r"\w+ *=", line)]
+    reasoned = {setting.strip() for setting, _, reason in lines if reason}
+    assert {setting.strip() for setting, _, reason in lines if not reason} <= reasoned
+
+
+def test_every_config_that_is_named_exists_and_every_one_that_exists_is_named():
+    named = set(re.findall(r"\b(?:grt|gpt|gpt2|recursive|mor)_\w+", README))
+    ends = {stem + end for stem in re.findall(r"`(\w+)_\w+`(?:, `_\w+`)+", README) for end in re.findall(r"`(_\w+)`", README)}
+    stems = {path.stem for path in CONFIGS}
+    assert named <= stems and stems <= named | ends
+    assert {name for name in re.findall(r"config/(\w+\.py)", README)} - {"more.py", "__init__.py"} <= {path.name for path in CONFIGS}
+
+
+def test_every_file_that_the_readme_names_exists():
+    there = {str(path.relative_to(ROOT)) for pattern in ("*", "config/*", "tests/*", ".ci/*") for path in ROOT.glob(pattern)}
+    names = re.findall(r"(?<![\w/-])((?:(?:config|tests|\.ci)/)?[\w-]+\.(?:py|md|txt|toml))\b", README)
+    assert {"model.py", "train.py", "sample.py"} <= set(names) and [name for name in names if name not in there | {"config/more.py"}] == []
+
+
+def blocks():
+    return [textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", README, re.S)]
+
+
+def test_a_snippet_that_begins_with_imports_runs(monkeypatch):
+    monkeypatch.setattr(model, "UPDATES", dict(model.UPDATES))
+    ran = [block for block in blocks() if block.startswith(("import ", "from "))]
+    assert ran
+    for block in ran:
+        with torch.device("meta"):                                      # shapes alone: nothing large is allocated
+            exec(compile(block, "README.md", "exec"), {})
+
+
+def test_a_snippet_that_quotes_the_code_is_word_for_word():
+    source = " ".join("".join(path.read_text("utf-8") for path in ROOT.glob("*.py")).split())
+    quoted = [block for block in blocks() if not block.startswith(("import ", "from "))]
+    assert quoted
+    for block in quoted:
+        for part in re.split(r"\n\s*\n", block.strip()):
+            assert " ".join(part.split()) in source, part
+
+
+@pytest.mark.slow
+def test_importing_the_scripts_says_nothing_and_makes_nothing(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", "import " + ", ".join(SCRIPTS)], cwd=tmp_path, env=env, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr, os.listdir(tmp_path)) == (0, b"", b"", [])

@@ -1,0 +1,33 @@
+"""A data set of twelve short files, and settings that train on it in a tenth of a second."""
+import random
+
+import prepare
+
+WORDS = "def return class import for in while if else yield self None True é 🦊 x y z".split()
+SETTINGS = dict(n_prelude=1, n_core=1, n_recur=4, n_coda=1, n_embd=16, n_head=2, block_size=32, update="gate", gate_bias=0.0,
+                depth_sampling="uniform", state_noise=0.1, gate_noise=0.1, batch_size=4, max_iters=4, warmup_iters=2,
+                learning_rate=1e-2, eval_interval=0, eval_tokens=256, log_interval=1, sample_tokens=0, dataset="toy", device="cpu",
+                compile=False)
+DENSE = dict(n_prelude=0, n_core=2, n_recur=1, n_coda=0, update="replace", depth_sampling="fixed")
+SEQUENCE = dict(n_core=2, n_recur=2, sharing="middle_sequence", update="replace", depth_sampling="fixed")
+
+
+def make_data(folder, name="toy"):
+    """`folder`/data/`name`, of about 20,000 tokens (bytes)."""
+    rng, corpus = random.Random(0), folder / "corpus"
+    corpus.mkdir(exist_ok=True)
+    for i in range(12):
+        lines = (" ".join(rng.choices(WORDS, k=8)) for _ in range(50))
+        (corpus / f"{i}.txt").write_text("\n".join(lines), encoding="utf-8")
+    return prepare.prepare(corpus, name=name, data_dir=folder / "data", quiet=True)
+
+
+def make_config(folder, **changes):
+    """A config file of SETTINGS; train.py writes to out/toy."""
+    path = folder / "toy.py"
+    path.write_text("".join(f"{name} = {value!r}\n" for name, value in {**SETTINGS, **changes}.items()), encoding="utf-8")
+    return str(path)
+
+
+def flags(**changes):
+    return [f"--{name}={value}" for name, value in changes.items()]
