@@ -18,11 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [f"tests/test_{name}.py" for name in ("model", "cache", "counts", "shapes")]
 LEFT_OUT = {"describe", "main"}                                     # what `python model.py` prints
-SWAPS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "/"), ast.Mod: ("%", "//"),
-         ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="),
-         ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
+SWAPS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
+         ast.FloorDiv: ("//", "/"), ast.Mod: ("%", "//"),
+         ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
+         ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
          ast.And: ("and", "or"), ast.Or: ("or", "and")}
-DROPPED = {"transpose", "detach", "clone", "float", "to", "flatten", "clamp", "copy", "reshape", "expand", "squeeze", "long", "contiguous", "chunk"}
+DROPPED = {"transpose", "detach", "clone", "float", "to", "flatten", "clamp", "copy", "reshape", "expand", "squeeze", "roll"}
 
 
 class Places(ast.NodeVisitor):
@@ -120,7 +121,8 @@ def survives(changed, timeout):
         (copy / "model.py").write_text(changed, encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *TESTS]
         try:
-            return subprocess.run(command, cwd=copy, timeout=timeout, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 0
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            return subprocess.run(command, cwd=copy, timeout=timeout, capture_output=True, env=env).returncode == 0
         except subprocess.TimeoutExpired:
             return False
 
@@ -136,7 +138,8 @@ def main():
     for line, old, new, changed in mutants((ROOT / "model.py").read_text(encoding="utf-8"), options.n, options.seed):
         alive = not options.list and survives(changed, options.timeout)
         survivors += alive
-        print(f"{'SURVIVES' if alive else 'mutant' if options.list else 'noticed'}  model.py:{line}\n    - {old}\n    + {new}", flush=True)
+        verdict = "SURVIVES" if alive else "mutant" if options.list else "noticed"
+        print(f"{verdict}  model.py:{line}\n    - {old}\n    + {new}", flush=True)
     if not options.list:
         print(f"{survivors} of {options.n} survive")
 

@@ -241,8 +241,11 @@ def test_generating_with_and_without_a_cache_gives_the_same_tokens(name, tempera
     """Unequal prompts, past the context's end, greedy and drawn."""
     model = loud(tiny(block_size=20, **NAMED[name]))
     prompts = [some_ids(9), some_ids(3, seed=2), some_ids(6, seed=3)]
-    draw = lambda use_cache: model.generate(prompts, 40, temperature, use_cache=use_cache, generator=torch.Generator().manual_seed(4))  # noqa: E731
-    for cached, slow, prompt in zip(draw(True), draw(False), prompts):
+
+    def write(use_cache):
+        return model.generate(prompts, 40, temperature, use_cache=use_cache, generator=torch.Generator().manual_seed(4))
+
+    for cached, slow, prompt in zip(write(True), write(False), prompts):
         assert torch.equal(cached, slow) and torch.equal(cached[: len(prompt)], prompt) and len(cached) == len(prompt) + 40
         assert temperature == 0 or len(cached[len(prompt):].unique()) > 10
 

@@ -41,9 +41,9 @@ def test_grt_small_has_63_million_parameters():
 def test_without_any_setting_it_is_gpt2_small():
     cfg = GPTConfig()
     assert (cfg.layout, cfg.n_embd, cfg.n_head, cfg.block_size, cfg.vocab_size) == ("0+12x1+0", 768, 12, 1024, 50304)
-    assert cfg == GPTConfig(block="gpt2", bias=False, dropout=0.0, n_kv_head=None, n_ffn=None, sharing=None, update="replace", router="none",
-                            kv="own", depth_sampling="fixed", min_depth=1, loss="last", state_noise=0.0, gate_noise=0.0, gate_bias=4.0,
-                            gate_temperature=1.0, proj_init="normal", rope_theta=10000.0, norm_eps=1e-5)
+    assert cfg == GPTConfig(block="gpt2", bias=False, dropout=0.0, n_kv_head=None, n_ffn=None, sharing=None, update="replace",
+                            router="none", kv="own", depth_sampling="fixed", min_depth=1, loss="last", state_noise=0.0,
+                            gate_noise=0.0, gate_bias=4.0, gate_temperature=1.0, proj_init="normal", rope_theta=10000.0, norm_eps=1e-5)
 
 
 def test_gpt2_has_124_million_parameters():
@@ -51,12 +51,14 @@ def test_gpt2_has_124_million_parameters():
     assert GPTConfig(vocab_size=50257, bias=True).n_params(embeddings=False) == 124_439_808 - (50257 + 1024) * 768
 
 
-@pytest.mark.parametrize("plan, total", [("0+32x1+0", 314_635_200), ("1+15x2+1", 167_150_400), ("1+10x3+1", 117_988_800), ("1+8x4+1", 98_324_160)])
+@pytest.mark.parametrize("plan, total", [
+    ("0+32x1+0", 314_635_200), ("1+15x2+1", 167_150_400), ("1+10x3+1", 117_988_800), ("1+8x4+1", 98_324_160)])
 def test_a_recursive_360m_model_has_the_published_unique_parameters(plan, total):
     assert smollm("360M", plan).n_params(embeddings=False) == total
 
 
-@pytest.mark.parametrize("size, n_core, millions, table", [("135M", 30, 106, 28), ("360M", 32, 315, 47), ("730M", 26, 654, 75), ("1.7B", 24, 1611, 101)])
+@pytest.mark.parametrize("size, n_core, millions, table", [
+    ("135M", 30, 106, 28), ("360M", 32, 315, 47), ("730M", 26, 654, 75), ("1.7B", 24, 1611, 101)])
 def test_smollm_shapes_have_the_published_sizes(size, n_core, millions, table):
     cfg = smollm(size, f"0+{n_core}x1+0")
     assert round(cfg.n_params(embeddings=False) / 1e6) == millions
@@ -71,7 +73,8 @@ def test_more_steps_cost_no_parameters():
 def test_the_page_about_a_model_shows_its_plan_and_its_counts():
     cfg = tiny(n_prelude=1, n_core=2, n_recur=3, n_coda=1, update="gate", rope_theta=5.0)
     page = describe(cfg)
-    for words in ("layout 1+2x3+1", "step 2:   0@4      1@5", f"{cfg.n_params():,} unique", "executed    8 blocks from 4", "mean:", "(2, 8, 61)", "note: rope_theta=5.0"):
+    for words in ("layout 1+2x3+1", "step 2:   0@4      1@5", f"{cfg.n_params():,} unique", "executed    8 blocks from 4",
+                  "mean:", "(2, 8, 61)", "note: rope_theta=5.0"):
         assert words in page, words
     assert "mean:" not in describe(tiny(n_recur=2, sharing="sequence"))
 

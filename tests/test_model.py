@@ -262,7 +262,8 @@ def test_logits_equal_the_specification(case):
 
 
 @pytest.mark.parametrize("keys", [
-    dict(block="llama", rope_theta=20.0, n_head=2, n_kv_head=1), dict(block="llama", n_ffn=20, norm_eps=0.5), dict(norm_eps=0.5, n_ffn=20),
+    dict(block="llama", rope_theta=20.0, n_head=2, n_kv_head=1),
+    dict(block="llama", n_ffn=20, norm_eps=0.5), dict(norm_eps=0.5, n_ffn=20),
     dict(n_recur=3, update="gate", gate_temperature=3.0), dict(block="llama", n_recur=2, update="gate", norm_eps=0.5)], ids=str)
 def test_other_widths_periods_and_temperatures_equal_the_specification_too(keys):
     model, ids = loud(tiny(**keys)), some_ids(1, 12)
@@ -400,13 +401,17 @@ def test_state_noise_is_drawn_for_every_feature_and_gate_noise_for_every_token()
     noise, h_BTD = Noise(tiny(state_noise=0.1, gate_noise=0.3), 5), torch.zeros(8, 32, 16)
     on_state, on_gate = noise.on_state(h_BTD, 0), noise.on_gate(h_BTD, 0)
     assert on_state.shape == (8, 32, 16) and on_gate.shape == (8, 32, 1)
+    assert abs(on_state.mean()) < 0.01 and abs(on_gate.mean()) < 0.1
     assert on_state.std().item() == pytest.approx(0.1, rel=0.1) and on_gate.std().item() == pytest.approx(0.3, rel=0.2)
     assert len(on_state.unique()) > 4000 and len(on_gate.unique()) > 250
 
 
 def test_noise_is_fresh_at_every_step_and_a_function_of_seed_and_step():
     cfg, h_BTD = tiny(state_noise=0.1, gate_noise=0.1), torch.zeros(1, 8, 16)
-    for draw in (lambda seed, step: Noise(cfg, seed).on_state(h_BTD, step), lambda seed, step: Noise(cfg, seed).on_gate(h_BTD, step)):
+    for kind in ("on_state", "on_gate"):
+        def draw(seed, step):
+            return getattr(Noise(cfg, seed), kind)(h_BTD, step)
+
         assert torch.equal(draw(5, 2), draw(5, 2))
         assert not torch.equal(draw(5, 2), draw(5, 3)) and not torch.equal(draw(5, 2), draw(6, 2))
     assert not torch.equal(Noise(cfg, 5).on_state(h_BTD, 0)[..., :1], Noise(cfg, 5).on_gate(h_BTD, 0))
@@ -462,6 +467,14 @@ def test_in_evaluation_the_loss_is_the_cross_entropy():
     assert torch.equal(out.loss, out.losses["ce"])
     assert out.loss.item() == pytest.approx(F.cross_entropy(out.logits.flatten(0, 1), targets_BT.flatten()).item(), rel=1e-6)
     assert model(ids_BT).loss is None and model(ids_BT).losses == {}
+
+
+def test_training_minimises_the_sum_of_the_named_losses_and_evaluation_reports_the_cross_entropy(monkeypatch):
+    terms = {"ce": torch.tensor(2.0), "router": torch.tensor(0.5)}
+    monkeypatch.setitem(model_py.LOSSES, "last", lambda logits_BTV, targets_BT: terms)
+    model, ids_BT = loud(tiny()), some_ids(1, 4)
+    assert model.train()(ids_BT, ids_BT).loss == 2.5 and model.eval()(ids_BT, ids_BT).loss == 2.0
+    assert model(ids_BT, ids_BT).losses == terms
 
 
 def test_an_untrained_model_knows_nothing():
@@ -536,7 +549,8 @@ class SpecOfMomentum(spec.Sequence):
 
 def test_a_new_update_and_a_new_sharing_need_no_change_of_the_model(monkeypatch):
     monkeypatch.setitem(UPDATES, "momentum", Momentum)
-    monkeypatch.setitem(SHARINGS, "zigzag", Sharing(lambda step, j, cfg: j if step % 2 == 0 else cfg.n_core - 1 - j, any_depth=True))
+    there_and_back = lambda step, j, cfg: j if step % 2 == 0 else cfg.n_core - 1 - j  # noqa: E731
+    monkeypatch.setitem(SHARINGS, "zigzag", Sharing(there_and_back, any_depth=True))
     cfg = tiny(n_core=3, n_recur=3, n_coda=1, update="momentum", sharing="zigzag")
     assert block_table(cfg) == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
     model, ids_BT = loud(cfg), some_ids(2, 12)
@@ -547,8 +561,9 @@ def test_a_new_update_and_a_new_sharing_need_no_change_of_the_model(monkeypatch)
     assert torch.allclose(full[1], torch.stack([sequence.token(id) for id in ids_BT[1]]), atol=1e-4)
 
     cache = model_py.make_cache(model, 2, 12)
-    cached = torch.cat([model.feed(ids_BT[:, :5], cache, every=True)] + [model.feed(ids_BT[:, t: t + 1], cache) for t in range(5, 12)], 1)
-    assert torch.allclose(cached, full, atol=1e-4)
+    assert torch.allclose(model.feed(ids_BT[:, :5], cache, every=True), full[:, :5], atol=1e-4)
+    for t in range(5, 12):
+        assert torch.allclose(model.feed(ids_BT[:, t: t + 1], cache)[:, 0], full[:, t], atol=1e-4)
     assert cfg.n_params() == sum(p.numel() for p in model.parameters())
     model.train()(ids_BT, ids_BT).loss.backward()
     assert model.recursion.update.b.grad.abs() > 0

@@ -21,95 +21,267 @@ SOURCE = (Path(__file__).parent.parent / "model.py").read_text(encoding="utf-8")
 
 MUTANTS = {
     # ---- attention
-    "the causal mask is off": ("is_causal=seat is None", "is_causal=False", "test_model::test_a_token_changes_nothing_before_it"),
-    "a cached query sees one token ahead": ("device=device) <= position_BT[..., None]", "device=device) <= position_BT[..., None] + 1",
-                                            "test_cache::test_a_prompt_fed_in_pieces_gives_the_same_logits"),
-    "a cached query does not see itself": ("device=device) <= position_BT[..., None]", "device=device) < position_BT[..., None].clamp(min=1)",
-                                           "test_cache::test_a_few_new_tokens_see_all_ten_stored_ones"),
-    "rows of other lengths see each other's padding": ("if T > 1 or not level:", "if T > 1:", "test_cache::test_cached_logits_equal_the_full_forward"),
-    "RoPE begins again with every piece": ("*self.positions.tables(position_BT))", "*self.positions.tables(position_BT - position_BT[:, :1]))",
-                                           "test_cache::test_a_prompt_fed_in_pieces_gives_the_same_logits"),
-    "RoPE turns the other way": ("torch.cat((-sin, sin), -1)", "torch.cat((sin, -sin), -1)", "test_references::test_llama_gives_the_logits_of_transformers"),
-    "the base period is not the config's": ("cfg.rope_theta, cfg.head_width", "10000.0, cfg.head_width",
-                                            "test_model::test_other_widths_periods_and_temperatures_equal_the_specification_too"),
-    "GELU is the tanh form": ("F.gelu(self.up(x_BTD))", "F.gelu(self.up(x_BTD), approximate='tanh')", "test_references::test_gpt2_gives_the_logits_of_transformers"),
-    "dropout acts in evaluation": ("self.dropout if self.training else 0.0", "self.dropout", "test_model::test_dropout_acts_in_training_and_never_in_evaluation"),
+    "the causal mask is off": (
+        "is_causal=seat is None",
+        "is_causal=False",
+        "test_model::test_a_token_changes_nothing_before_it"),
+    "a cached query sees one token ahead": (
+        "device=device) <= position_BT[..., None]",
+        "device=device) <= position_BT[..., None] + 1",
+        "test_cache::test_a_prompt_fed_in_pieces_gives_the_same_logits"),
+    "a cached query does not see itself": (
+        "device=device) <= position_BT[..., None]",
+        "device=device) < position_BT[..., None].clamp(min=1)",
+        "test_cache::test_a_few_new_tokens_see_all_ten_stored_ones"),
+    "rows of other lengths see each other's padding": (
+        "if T > 1 or not level:",
+        "if T > 1:",
+        "test_cache::test_cached_logits_equal_the_full_forward"),
+    "RoPE begins again with every piece": (
+        "*self.positions.tables(position_BT))",
+        "*self.positions.tables(position_BT - position_BT[:, :1]))",
+        "test_cache::test_a_prompt_fed_in_pieces_gives_the_same_logits"),
+    "RoPE turns the other way": (
+        "torch.cat((-sin, sin), -1)",
+        "torch.cat((sin, -sin), -1)",
+        "test_references::test_llama_gives_the_logits_of_transformers"),
+    "the base period is not the config's": (
+        "cfg.rope_theta, cfg.head_width",
+        "10000.0, cfg.head_width",
+        "test_model::test_other_widths_periods_and_temperatures_equal_the_specification_too"),
+    "GELU is the tanh form": (
+        "F.gelu(self.up(x_BTD))",
+        "F.gelu(self.up(x_BTD), approximate='tanh')",
+        "test_references::test_gpt2_gives_the_logits_of_transformers"),
+    "dropout acts in evaluation": (
+        "self.dropout if self.training else 0.0",
+        "self.dropout",
+        "test_model::test_dropout_acts_in_training_and_never_in_evaluation"),
 
     # ---- the loop
-    "the anchor is forgotten": ("anchor = self.update.anchor(e_BTD)", "anchor = self.update.anchor(0 * e_BTD)", "test_model::test_logits_equal_the_specification"),
-    "the anchor is forgotten after the first step": ("self.step(h_BTD, anchor, who, step", "self.step(h_BTD, anchor if step == 0 else self.update.anchor(h_BTD), who, step",
-                                                     "test_model::test_logits_equal_the_specification"),
-    "the gate's sign is swapped": ("torch.lerp(y_BTD.to(g_BTD.dtype), h_BTD.to(g_BTD.dtype), g_BTD)", "torch.lerp(h_BTD.to(g_BTD.dtype), y_BTD.to(g_BTD.dtype), g_BTD)",
-                                   "test_model::test_a_gate_forced_open_keeps_the_state_at_any_depth"),
-    "the gate adds a residual": ("anchor, noise.on_gate(h_BTD, step)), who", "anchor, noise.on_gate(h_BTD, step)) + h_BTD, who",
-                                 "test_model::test_logits_equal_the_specification"),
-    "LN_c is left out": ("self.joint_norm(torch.cat((self.state_norm(h_BTD), e_BTD), -1))", "torch.cat((self.state_norm(h_BTD), e_BTD), -1)", "test_model::test_logits_equal_the_specification"),
-    "the gate ignores its temperature": ("/ self.temperature", "/ 1", "test_model::test_a_higher_temperature_makes_softer_gates"),
-    "the depth asked for is ignored": ("for step in range(depth):", "for step in range(self.cfg.n_recur):", "test_model::test_depth_zero_is_the_coda_on_the_anchor"),
-    "sequence is a cycle": ("(step * cfg.n_core + j) // cfg.n_recur", "(step * cfg.n_core + j) % cfg.n_core", "test_model::test_nine_layers_from_three_blocks_in_a_cycle_or_in_sequence"),
-    "sharing is untied": ("Block(cfg) for _ in range(cfg.n_core)", "Block(cfg) for _ in range(cfg.n_core * cfg.n_recur)",
-                          "test_model::test_sharing_is_by_construction_and_survives_loading_moving_and_copying"),
-    "every step runs a copy": ("x_BTD = self.core[self.block_at(step, j, self.cfg)](", "x_BTD = __import__('copy').deepcopy(self.core[self.block_at(step, j, self.cfg)])(",
-                               "test_model::test_every_parameter_learns"),
-    "the head is untied": ("self.embed.weight)\n\n    # ---- public", "self.embed.weight.detach())\n\n    # ---- public", "test_model::test_the_head_is_the_token_table"),
+    "the anchor is forgotten": (
+        "anchor = self.update.anchor(e_BTD)",
+        "anchor = self.update.anchor(0 * e_BTD)",
+        "test_model::test_logits_equal_the_specification"),
+    "the anchor is forgotten after the first step": (
+        "self.step(h_BTD, anchor, who, step",
+        "self.step(h_BTD, anchor if step == 0 else self.update.anchor(h_BTD), who, step",
+        "test_model::test_logits_equal_the_specification"),
+    "the gate's sign is swapped": (
+        "torch.lerp(y_BTD.to(g_BTD.dtype), h_BTD.to(g_BTD.dtype), g_BTD)",
+        "torch.lerp(h_BTD.to(g_BTD.dtype), y_BTD.to(g_BTD.dtype), g_BTD)",
+        "test_model::test_a_gate_forced_open_keeps_the_state_at_any_depth"),
+    "the gate adds a residual": (
+        "anchor, noise.on_gate(h_BTD, step)), who",
+        "anchor, noise.on_gate(h_BTD, step)) + h_BTD, who",
+        "test_model::test_logits_equal_the_specification"),
+    "LN_c is left out": (
+        "self.joint_norm(torch.cat((self.state_norm(h_BTD), e_BTD), -1))",
+        "torch.cat((self.state_norm(h_BTD), e_BTD), -1)",
+        "test_model::test_logits_equal_the_specification"),
+    "the gate ignores its temperature": (
+        "/ self.temperature",
+        "/ 1",
+        "test_model::test_a_higher_temperature_makes_softer_gates"),
+    "the depth asked for is ignored": (
+        "for step in range(depth):",
+        "for step in range(self.cfg.n_recur):",
+        "test_model::test_depth_zero_is_the_coda_on_the_anchor"),
+    "sequence is a cycle": (
+        "(step * cfg.n_core + j) // cfg.n_recur",
+        "(step * cfg.n_core + j) % cfg.n_core",
+        "test_model::test_nine_layers_from_three_blocks_in_a_cycle_or_in_sequence"),
+    "sharing is untied": (
+        "Block(cfg) for _ in range(cfg.n_core)",
+        "Block(cfg) for _ in range(cfg.n_core * cfg.n_recur)",
+        "test_model::test_sharing_is_by_construction_and_survives_loading_moving_and_copying"),
+    "every step runs a copy": (
+        "x_BTD = self.core[self.block_at(step, j, self.cfg)](",
+        "x_BTD = __import__('copy').deepcopy(self.core[self.block_at(step, j, self.cfg)])(",
+        "test_model::test_every_parameter_learns"),
+    "the head is untied": (
+        "self.embed.weight)\n\n    # ---- public",
+        "self.embed.weight.detach())\n\n    # ---- public",
+        "test_model::test_the_head_is_the_token_table"),
 
-    "the gate's state turns float32": ("return h_new_BTD.to(h_BTD.dtype)", "return h_new_BTD", "test_model::test_half_precision_weights_give_nearly_the_same_answer"),
+    "the gate's state turns float32": (
+        "return h_new_BTD.to(h_BTD.dtype)",
+        "return h_new_BTD",
+        "test_model::test_half_precision_weights_give_nearly_the_same_answer"),
 
     # ---- noise, depth, loss
-    "noise in evaluation": ("NoCache(), Silence()", "NoCache(), Noise(self.cfg, 0)", "test_model::test_evaluation_is_without_noise_and_deterministic_whatever_the_seed"),
-    "noise in decoding": ("depth, Silence(), cache)", "depth, Noise(self.cfg, 0), cache)", "test_cache::test_two_hundred_written_tokens_saw_the_logits_of_the_full_forward"),
-    "no noise in training": ("self.update.read(noise.on_state(h_BTD, step), anchor)", "self.update.read(h_BTD, anchor)", "test_model::test_noise_enters_where_the_specification_says"),
-    "the gate sees the noise": ("self.update.read(noise.on_state(h_BTD, step), anchor)", "self.update.read(h_BTD := noise.on_state(h_BTD, step), anchor)",
-                                "test_model::test_noise_enters_where_the_specification_says"),
-    "gate noise differs by feature": ("(*h_BTD.shape[:2], 1), self.gate_std", "h_BTD.shape, self.gate_std",
-                                      "test_model::test_state_noise_is_drawn_for_every_feature_and_gate_noise_for_every_token"),
-    "state noise is the same at every step": ('"state", step)', '"state", 0)', "test_model::test_noise_is_fresh_at_every_step_and_a_function_of_seed_and_step"),
-    "gate noise is the same at every step": ('"gate", step)', '"gate", 0)', "test_model::test_noise_is_fresh_at_every_step_and_a_function_of_seed_and_step"),
-    "quiet gates get a number and not a tensor": ("h_BTD.new_zeros(*h_BTD.shape[:2], 1)", "1e-9 * step", "test_model::test_another_depth_needs_no_new_graph"),
-    "depth never reaches its upper end": ("cfg.n_recur + 1, ()", "cfg.n_recur, ()", "test_model::test_depth_follows_the_shared_seed_and_noise_the_own_one"),
-    "depth follows the own seed": ("(self.cfg, generator(shared))", "(self.cfg, generator(own))", "test_model::test_depth_follows_the_shared_seed_and_noise_the_own_one"),
-    "targets of -100 are divided by": ("(target_N != -100).sum()", "torch.ones_like(target_N).sum()", "test_model::test_loss_is_the_mean_over_the_targets_that_count"),
-    "a batch without targets divides by zero": (".sum().clamp(min=1)", ".sum()", "test_model::test_a_batch_in_which_nothing_counts_has_loss_zero_and_a_legal_gradient"),
+    "noise in evaluation": (
+        "NoCache(), Silence()",
+        "NoCache(), Noise(self.cfg, 0)",
+        "test_model::test_evaluation_is_without_noise_and_deterministic_whatever_the_seed"),
+    "noise in decoding": (
+        "depth, Silence(), cache)",
+        "depth, Noise(self.cfg, 0), cache)",
+        "test_cache::test_two_hundred_written_tokens_saw_the_logits_of_the_full_forward"),
+    "no noise in training": (
+        "self.update.read(noise.on_state(h_BTD, step), anchor)",
+        "self.update.read(h_BTD, anchor)",
+        "test_model::test_noise_enters_where_the_specification_says"),
+    "the gate sees the noise": (
+        "self.update.read(noise.on_state(h_BTD, step), anchor)",
+        "self.update.read(h_BTD := noise.on_state(h_BTD, step), anchor)",
+        "test_model::test_noise_enters_where_the_specification_says"),
+    "gate noise differs by feature": (
+        "(*h_BTD.shape[:2], 1), self.gate_std",
+        "h_BTD.shape, self.gate_std",
+        "test_model::test_state_noise_is_drawn_for_every_feature_and_gate_noise_for_every_token"),
+    "state noise is the same at every step": (
+        '"state", step)',
+        '"state", 0)',
+        "test_model::test_noise_is_fresh_at_every_step_and_a_function_of_seed_and_step"),
+    "gate noise is the same at every step": (
+        '"gate", step)',
+        '"gate", 0)',
+        "test_model::test_noise_is_fresh_at_every_step_and_a_function_of_seed_and_step"),
+    "quiet gates get a number and not a tensor": (
+        "h_BTD.new_zeros(*h_BTD.shape[:2], 1)",
+        "1e-9 * step",
+        "test_model::test_another_depth_needs_no_new_graph"),
+    "depth never reaches its upper end": (
+        "cfg.n_recur + 1, ()",
+        "cfg.n_recur, ()",
+        "test_model::test_depth_follows_the_shared_seed_and_noise_the_own_one"),
+    "depth follows the own seed": (
+        "(self.cfg, generator(shared))",
+        "(self.cfg, generator(own))",
+        "test_model::test_depth_follows_the_shared_seed_and_noise_the_own_one"),
+    "targets of -100 are divided by": (
+        "(target_N != -100).sum()",
+        "torch.ones_like(target_N).sum()",
+        "test_model::test_loss_is_the_mean_over_the_targets_that_count"),
+    "a batch without targets divides by zero": (
+        ".sum().clamp(min=1)",
+        ".sum()",
+        "test_model::test_a_batch_in_which_nothing_counts_has_loss_zero_and_a_legal_gradient"),
 
     # ---- initial values
-    "the gate's bias is not applied": ("nn.init.constant_(update.gate.down.bias, self.cfg.gate_bias)", "pass", "test_model::test_a_gate_starts_by_keeping_982_thousandths_of_the_state"),
-    "residual outputs are not scaled": ("std=0.02 / math.sqrt(2 * self.cfg.executed_blocks())", "std=0.02", "test_model::test_matrices_start_at_a_std_of_002_and_residual_outputs_lower"),
-    "biases are left as memory had them": ("nn.init.zeros_(module.bias)", "pass", "test_model::test_a_model_made_on_meta_starts_with_the_same_values"),
+    "the gate's bias is not applied": (
+        "nn.init.constant_(update.gate.down.bias, self.cfg.gate_bias)",
+        "pass",
+        "test_model::test_a_gate_starts_by_keeping_982_thousandths_of_the_state"),
+    "residual outputs are not scaled": (
+        "std=0.02 / math.sqrt(2 * self.cfg.executed_blocks())",
+        "std=0.02",
+        "test_model::test_matrices_start_at_a_std_of_002_and_residual_outputs_lower"),
+    "biases are left as memory had them": (
+        "nn.init.zeros_(module.bias)",
+        "pass",
+        "test_model::test_a_model_made_on_meta_starts_with_the_same_values"),
 
     # ---- cache
-    "steps share a slot": ("return SLOTS[self.cfg.kv](self.cfg, step, j)", "return SLOTS[self.cfg.kv](self.cfg, 0, j)", "test_cache::test_cached_logits_equal_the_full_forward"),
-    "padding is stored": ("if min(n_new_B) < T:", "if False:", "test_cache::test_padding_is_never_stored_and_never_spills_into_the_next_row"),
-    "the cache's end is not checked": (" or max(stop_B) > self.n_places", "", "test_cache::test_a_call_past_the_caches_end_is_refused_and_changes_nothing"),
-    "a refused call is counted": ("        if B != self.n_rows", "        self.length_B = stop_B\n        if B != self.n_rows", "test_cache::test_a_call_past_the_caches_end_is_refused_and_changes_nothing"),
-    "the mean gives the last step half": ("1 / (step + 1)", "0.5 if step else 1.0", "test_cache::test_compressed_caches_equal_the_specification"),
-    "first keeps the second": ("kept if step else new", "kept if step > 1 else new", "test_cache::test_compressed_caches_equal_the_specification"),
-    "last keeps the first": ('"last": lambda kept, new, step: new', '"last": lambda kept, new, step: kept if step else new', "test_cache::test_compressed_caches_equal_the_specification"),
-    "a compressed entry stays the last step's": ("slot[:, self.place_C] = kept", "pass", "test_cache::test_compressed_caches_equal_the_specification"),
-    "cached keys have the weights' dtype": ("dtype = torch.get_autocast_dtype(device.type)", "pass", "test_cache::test_the_cache_has_the_dtype_of_the_keys"),
+    "steps share a slot": (
+        "return SLOTS[self.cfg.kv](self.cfg, step, j)",
+        "return SLOTS[self.cfg.kv](self.cfg, 0, j)",
+        "test_cache::test_cached_logits_equal_the_full_forward"),
+    "padding is stored": (
+        "if min(n_new_B) < T:",
+        "if False:",
+        "test_cache::test_padding_is_never_stored_and_never_spills_into_the_next_row"),
+    "the cache's end is not checked": (
+        " or max(stop_B) > self.n_places",
+        "",
+        "test_cache::test_a_call_past_the_caches_end_is_refused_and_changes_nothing"),
+    "a refused call is counted": (
+        "        if B != self.n_rows",
+        "        self.length_B = stop_B\n        if B != self.n_rows",
+        "test_cache::test_a_call_past_the_caches_end_is_refused_and_changes_nothing"),
+    "the mean gives the last step half": (
+        "1 / (step + 1)",
+        "0.5 if step else 1.0",
+        "test_cache::test_compressed_caches_equal_the_specification"),
+    "first keeps the second": (
+        "kept if step else new",
+        "kept if step > 1 else new",
+        "test_cache::test_compressed_caches_equal_the_specification"),
+    "last keeps the first": (
+        '"last": lambda kept, new, step: new',
+        '"last": lambda kept, new, step: kept if step else new',
+        "test_cache::test_compressed_caches_equal_the_specification"),
+    "a compressed entry stays the last step's": (
+        "slot[:, self.place_C] = kept",
+        "pass",
+        "test_cache::test_compressed_caches_equal_the_specification"),
+    "cached keys have the weights' dtype": (
+        "dtype = torch.get_autocast_dtype(device.type)",
+        "pass",
+        "test_cache::test_the_cache_has_the_dtype_of_the_keys"),
 
     # ---- generate
-    "logits come from the last column": ("[n - 1 for n in n_new_B or", "[ids_BT.size(1) - 1 for n in n_new_B or", "test_cache::test_feed_answers_after_the_last_real_token_of_each_row"),
-    "a stopped row goes on": ("row if over else row + [new]", "row + [new]", "test_cache::test_a_list_gives_a_list_cut_after_the_stop_token"),
-    "a stopped row is padded with zeros": ("row + [stop] *", "row + [0] *", "test_cache::test_a_stopped_row_is_padded_with_its_stop_token_and_the_other_goes_on"),
-    "one stop ends all rows": ("if all(done):", "if any(done):", "test_cache::test_a_stopped_row_is_padded_with_its_stop_token_and_the_other_goes_on"),
-    "the newer half is dropped": ("row[-max(1, block_size // 2):]", "row[:max(1, block_size // 2)]", "test_cache::test_a_row_that_outgrows_the_context_drops_its_older_half"),
-    "temperature multiplies": (") / temperature)", ") * temperature)", "test_cache::test_temperature_divides_the_logits"),
-    "top_k keeps one more": ("sorted_BV[:, top_k or sorted_BV.size(-1):]", "sorted_BV[:, (top_k or sorted_BV.size(-1)) + 1:]", "test_cache::test_top_k_keeps_the_k_likeliest"),
-    "top_p stops before p": ("likelier_BV = sorted_BV.cumsum(-1) - sorted_BV", "likelier_BV = sorted_BV.cumsum(-1)", "test_cache::test_top_p_keeps_the_smallest_set_that_holds_p"),
-    "one token is drawn for all rows": ("torch.multinomial(p_BV, 1, generator=generator)", "torch.multinomial(p_BV[:1], 1, generator=generator).expand(len(p_BV), 1)",
-                                        "test_cache::test_samples_of_one_prompt_begin_with_many_different_tokens"),
-    "the generator given is not used": ("torch.multinomial(p_BV, 1, generator=generator)", "torch.multinomial(p_BV, 1)",
-                                        "test_cache::test_the_same_generator_gives_the_same_text_and_leaves_torchs_own_alone"),
-    "a stop token in the prompt stops": ("[False] * len(prompts)", "[stop in p.tolist() for p in prompts]", "test_cache::test_a_stop_token_in_the_prompt_stops_nothing"),
-    "the cache of the last call is used again": ("make_cache(model, len(rows), n_places, depth) if use_cache", "model.__dict__.setdefault('kept', make_cache(model, len(rows), n_places, depth)) if use_cache",
-                                                 "test_cache::test_calls_do_not_remember_each_other"),
-    "half of the damage is enough": ("if not torch.isfinite(logits_BV).all():", "if not torch.isfinite(logits_BV).any():", "test_cache::test_damaged_weights_give_one_clear_error"),
-    "the model is left in evaluation mode": ("model.train(was_training)", "pass", "test_cache::test_generate_runs_in_evaluation_mode_and_restores_the_mode"),
+    "logits come from the last column": (
+        "[n - 1 for n in n_new_B or",
+        "[ids_BT.size(1) - 1 for n in n_new_B or",
+        "test_cache::test_feed_answers_after_the_last_real_token_of_each_row"),
+    "a stopped row goes on": (
+        "row if over else row + [new]",
+        "row + [new]",
+        "test_cache::test_a_list_gives_a_list_cut_after_the_stop_token"),
+    "a stopped row is padded with zeros": (
+        "row + [stop] *",
+        "row + [0] *",
+        "test_cache::test_a_stopped_row_is_padded_with_its_stop_token_and_the_other_goes_on"),
+    "one stop ends all rows": (
+        "if all(done):",
+        "if any(done):",
+        "test_cache::test_a_stopped_row_is_padded_with_its_stop_token_and_the_other_goes_on"),
+    "the newer half is dropped": (
+        "row[-max(1, block_size // 2):]",
+        "row[:max(1, block_size // 2)]",
+        "test_cache::test_a_row_that_outgrows_the_context_drops_its_older_half"),
+    "temperature multiplies": (
+        ") / temperature)",
+        ") * temperature)",
+        "test_cache::test_temperature_divides_the_logits"),
+    "top_k keeps one more": (
+        "sorted_BV[:, top_k or sorted_BV.size(-1):]",
+        "sorted_BV[:, (top_k or sorted_BV.size(-1)) + 1:]",
+        "test_cache::test_top_k_keeps_the_k_likeliest"),
+    "top_p stops before p": (
+        "likelier_BV = sorted_BV.cumsum(-1) - sorted_BV",
+        "likelier_BV = sorted_BV.cumsum(-1)",
+        "test_cache::test_top_p_keeps_the_smallest_set_that_holds_p"),
+    "one token is drawn for all rows": (
+        "torch.multinomial(p_BV, 1, generator=generator)",
+        "torch.multinomial(p_BV[:1], 1, generator=generator).expand(len(p_BV), 1)",
+        "test_cache::test_samples_of_one_prompt_begin_with_many_different_tokens"),
+    "the generator given is not used": (
+        "torch.multinomial(p_BV, 1, generator=generator)",
+        "torch.multinomial(p_BV, 1)",
+        "test_cache::test_the_same_generator_gives_the_same_text_and_leaves_torchs_own_alone"),
+    "a stop token in the prompt stops": (
+        "[False] * len(prompts)",
+        "[stop in p.tolist() for p in prompts]",
+        "test_cache::test_a_stop_token_in_the_prompt_stops_nothing"),
+    "the cache of the last call is used again": (
+        "make_cache(model, len(rows), n_places, depth) if use_cache",
+        "model.__dict__.setdefault('kept', make_cache(model, len(rows), n_places, depth)) if use_cache",
+        "test_cache::test_calls_do_not_remember_each_other"),
+    "half of the damage is enough": (
+        "if not torch.isfinite(logits_BV).all():",
+        "if not torch.isfinite(logits_BV).any():",
+        "test_cache::test_damaged_weights_give_one_clear_error"),
+    "the model is left in evaluation mode": (
+        "model.train(was_training)",
+        "pass",
+        "test_cache::test_generate_runs_in_evaluation_mode_and_restores_the_mode"),
 
     # ---- counts
-    "the adapter is counted once": ("once + depth * per_step", "once + per_step", "test_counts::test_exact_flops_are_the_flops_of_a_real_forward"),
-    "grouped keys are counted at full width": ("cfg.n_embd, cfg.kv_heads * cfg.head_width\n", "cfg.n_embd, cfg.n_embd\n", "test_counts::test_exact_flops_are_the_flops_of_a_real_forward"),
-    "the scratch entry is not counted": ('if cache in ("first", "mean")', 'if cache == "mean"', "test_counts::test_kv_bytes_are_those_of_the_cache_to_the_byte"),
+    "the adapter is counted once": (
+        "once + depth * per_step",
+        "once + per_step",
+        "test_counts::test_exact_flops_are_the_flops_of_a_real_forward"),
+    "grouped keys are counted at full width": (
+        "cfg.n_embd, cfg.kv_heads * cfg.head_width\n",
+        "cfg.n_embd, cfg.n_embd\n",
+        "test_counts::test_exact_flops_are_the_flops_of_a_real_forward"),
+    "the scratch entry is not counted": (
+        'if cache in ("first", "mean")',
+        'if cache == "mean"',
+        "test_counts::test_kv_bytes_are_those_of_the_cache_to_the_byte"),
 }
 
 

@@ -64,8 +64,8 @@ def test_llama_gives_the_logits_of_transformers():
         vocab_size=97, max_position_embeddings=48, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
         num_hidden_layers=2, intermediate_size=88, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True,
         bos_token_id=0, eos_token_id=0)))
-    names = {"model.embed_tokens": "embed", "model.norm": "norm", "model.layers": "recursion.core", "input_layernorm": "attention_norm",
-             "post_attention_layernorm": "mlp_norm", "self_attn.q_proj": "attention.query", "self_attn.k_proj": "attention.key",
+    names = {"model.embed_tokens": "embed", "model.norm": "norm", "model.layers": "recursion.core",
+             "input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm", "self_attn.q_proj": "attention.query", "self_attn.k_proj": "attention.key",
              "self_attn.v_proj": "attention.value", "self_attn.o_proj": "attention.output", "gate_proj": "gate", "up_proj": "up",
              "down_proj": "down"}
     weights = {}
@@ -74,5 +74,5 @@ def test_llama_gives_the_logits_of_transformers():
             name = name.replace(other, mine)
         if name != "lm_head.weight":                                         # tied
             weights[name] = p
-    mine = load(GPTConfig(block="llama", vocab_size=97, block_size=48, n_embd=32, n_head=4, n_kv_head=2, n_core=2, n_ffn=88), weights)
-    assert_equal_logits(mine, theirs, 97)
+    cfg = GPTConfig(block="llama", vocab_size=97, block_size=48, n_embd=32, n_head=4, n_kv_head=2, n_core=2, n_ffn=88)
+    assert_equal_logits(load(cfg, weights), theirs, 97)

@@ -84,8 +84,8 @@ def test_a_character_appears_when_its_last_byte_does():
 
 def test_an_id_without_text_is_shown_as_a_placeholder_in_its_place():
     text = Text(BYTES, None)
-    pieces = [text.add(i) for i in (65, 0xF0, 300, 66)]
-    assert "".join(pieces) == text.text == "A\ufffd\ufffdB"                     # the cut-off character, then the id
+    pieces = [text.add(i) for i in (65, 0xF0, 300, 0x9F, 0xA6, 0x8A)] + [text.end()]
+    assert "".join(pieces) == text.text == "A" + 5 * "\ufffd"                    # it cuts the fox in two, never joins it
 
 
 @pytest.mark.parametrize("stop, shown", [("🦊", "Zoë 🦊"), ("🦊 東", None), ("東京 👩", "Zoë 🦊🦊 東京 👩"), ("<|endoftext|>", None), ("Z", "Z"), (" end", None)])
@@ -196,6 +196,13 @@ def test_the_edges_of_sampling_settings_are_legal(go, place, flag):
     out = go(f"--{flag}", start="ab", **({} if "temperature" in flag else dict(temperature=1.0))).out
     greedy = flag in ("top_k=1", "top_p=1e-9", "temperature=1e-9")
     assert out.startswith("ab") and (out == continued(load(place), "ab") + "\n") == greedy
+
+
+def test_use_cache_false_reads_the_whole_text_for_every_token(go, monkeypatch):
+    fed, feed = [], GPT.feed
+    monkeypatch.setattr(GPT, "feed", lambda model, ids_BT, *args: fed.append(ids_BT.size(1)) or feed(model, ids_BT, *args))
+    assert "cache" in go(start="abc", max_new_tokens=3).err and "cache" not in go(start="abc", max_new_tokens=3, use_cache=False).err
+    assert fed == [3, 1, 1, 3, 4, 5]
 
 
 # ----------------------------------------------------------------------------------------------------------------- depth

@@ -69,7 +69,7 @@ def run_everything(keys, seen, found):
         for cache in ("full", *(model_py.FOLDS if cfg.any_depth else ())):
             model.generate(prompts, 3, top_k=5, cache=cache)
         model.generate(some_ids(1, 5), 3)
-        model.generate(some_ids(2, 5), 30, use_cache=False, temperature=0)
+        model.generate(some_ids(2, 5), 3, use_cache=False, temperature=0)
         cache = model_py.make_cache(model, 2, 12)
         model.feed(some_ids(2, 5), cache, None, [5, 2], every=True)
 

@@ -140,6 +140,7 @@ def test_evaluation_windows_are_the_same_each_time_spread_out_and_apart(place):
 def test_an_id_outside_the_vocabulary_is_named_before_training(tmp_path):
     split = make_bin(tmp_path, [3] * 50 + [400] + [3] * 50, block_size=8)
     message = refusal(split.check_ids, 320)
+    assert "vocab_size=400" in refusal(split.check_ids, 400)
     assert "val.bin" in message and "400" in message and "vocab_size=320" in message
     split.check_ids(401)
 
@@ -182,7 +183,8 @@ def test_the_rate_rises_to_its_peak_and_falls_along_a_cosine_to_a_tenth():
     assert rates[:11] == pytest.approx([(step + 1) / 11 for step in range(11)]) and max(rates) == rates[10] == 1
     assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)       # half way, end
     assert learning_rate(110, schedule(max_iters=110, warmup_iters=10, min_lr=0.0)) == 0
-    assert learning_rate(60, schedule(max_iters=110, warmup_iters=10, lr_decay_iters=60)) == pytest.approx(0.1)
+    early = schedule(max_iters=110, warmup_iters=10, lr_decay_iters=60)
+    assert [learning_rate(step, early) for step in (60, 110)] == pytest.approx([0.1, 0.1])     # and stays there
 
 
 def test_the_first_step_changes_every_tensor(go):
@@ -359,8 +361,10 @@ def test_the_last_step_is_always_evaluated_and_saved(go, max_iters, eval_interva
     assert checkpoint(folder)["step"] == max_iters and checkpoint(folder)["val_loss"] == events(folder, "eval")[-1]["val_loss"]
 
 
-def test_a_warm_up_longer_than_the_run_is_legal(go):
-    assert [r["lr"] for r in events(go(max_iters=2, warmup_iters=9), "step")] == pytest.approx([1e-3, 2e-3])
+def test_a_warm_up_longer_than_the_run_is_legal_and_the_rate_that_is_logged_is_used(go):
+    folder = go(max_iters=2, warmup_iters=9)
+    assert [r["lr"] for r in events(folder, "step")] == pytest.approx([1e-3, 2e-3])
+    assert [group["lr"] for group in checkpoint(folder)["optimizer"]["param_groups"]] == pytest.approx([2e-3, 2e-3])
 
 
 def test_the_start_page_counts_the_tokens_of_a_step_as_the_log_does(go, capsys, monkeypatch):
