@@ -386,7 +386,7 @@ class Log:
 def human(seconds):
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 1.5 * size:
-            return f"{seconds / size:.3g} {unit}"
+            return f"{seconds / size:{',.0f' if seconds >= 100 * size else '.2g'}} {unit}"
     return f"{seconds:.0f} seconds"
 
 

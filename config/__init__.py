@@ -117,6 +117,8 @@ def run(main):
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)                   # what a shell reports for Ctrl-C
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # the exit flushes once more
         sys.exit(141)                   # what a shell reports for SIGPIPE

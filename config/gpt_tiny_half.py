@@ -12,4 +12,4 @@ learning_rate = 2e-3
 warmup_iters = 100
 eval_interval = 500
 eval_tokens = 32768
-log_interval = 50
+log_interval = 50           # a line every ten to twenty seconds

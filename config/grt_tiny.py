@@ -18,4 +18,4 @@ learning_rate = 2e-3        # 1e-3, 3e-3 and 4e-3 were worse
 warmup_iters = 100          # the second moments of AdamW need about as long
 eval_interval = 500         # three looks, three checkpoints
 eval_tokens = 32768         # 128 windows: the evaluation takes a twentieth of the time
-log_interval = 50
+log_interval = 50           # a line every ten to twenty seconds

@@ -21,8 +21,8 @@ LEFT_OUT = {"describe", "main"}                                     # what `pyth
 SWAPS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"),
          ast.FloorDiv: ("//", "/"), ast.Mod: ("%", "//"),
          ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
-         ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
-         ast.And: ("and", "or"), ast.Or: ("or", "and")}
+         ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
+         ast.NotIn: ("not in", "in"), ast.And: ("and", "or"), ast.Or: ("or", "and")}
 DROPPED = {"transpose", "detach", "clone", "float", "to", "flatten", "clamp", "copy", "reshape", "expand", "squeeze", "roll"}
 
 

@@ -80,10 +80,10 @@ def test_the_page_about_a_model_shows_its_plan_and_its_counts():
 
 
 def test_counting_needs_no_memory():
-    huge = GPTConfig(vocab_size=50304, n_embd=12288, n_head=96, n_core=96)                 # 700 GB in float32
-    assert round(huge.n_params() / 1e9, 1) == 174.6
+    huge = GPTConfig(vocab_size=50304, n_embd=24576, n_head=96, n_core=24)                 # 700 GB in float32
+    assert huge.n_params() == 24 * (12 * 24576**2 + 2 * 24576) + (50304 + 1024 + 1) * 24576
     assert huge.flops_per_token(2048) > 2 * huge.n_params(embeddings=False)
-    assert huge.kv_bytes(2048, 64, torch.float16) == 2 * 64 * 96 * 2048 * 12288 * 2
+    assert huge.kv_bytes(2048, 64, torch.float16) == 2 * 64 * 24 * 2048 * 24576 * 2
 
 
 # ------------------------------------------------------------------------------------------------------------------ FLOPs

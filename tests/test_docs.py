@@ -27,7 +27,8 @@ CONFIGS = sorted((ROOT / "config").rglob("[!_]*.py"))
 DOCS = {"README.md": (ROOT / "README.md").read_text("utf-8"), **{f"{name}.py": module.__doc__ for name, module in SCRIPTS.items()},
         **{str(path.relative_to(ROOT)): ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "" for path in CONFIGS}}
 README = DOCS["README.md"]
-STAND_INS = {"CONFIG": "config/grt_tiny.py", "config/more.py": "config/gpt_tiny.py", "...": None}      # words that a reader replaces
+STAND_INS = {"CONFIG": "config/grt_tiny.py", "config/NAME.py": "config/grt_tiny.py", "config/more.py": "config/gpt_tiny.py",
+             "...": None}                                               # words that a reader replaces
 
 
 def commands():
@@ -92,13 +93,13 @@ def test_every_config_that_is_named_exists_and_every_one_that_exists_is_named():
     ends = {stem + end for stem in re.findall(r"`(\w+)_\w+`(?:, `_\w+`)+", README) for end in re.findall(r"`(_\w+)`", README)}
     stems = {path.stem for path in CONFIGS}
     assert named <= stems and stems <= named | ends
-    assert {name for name in re.findall(r"config/(\w+\.py)", README)} - {"more.py", "__init__.py"} <= {path.name for path in CONFIGS}
+    assert set(re.findall(r"config/\w+\.py", README)) - set(STAND_INS) - {"config/__init__.py"} <= {f"config/{stem}.py" for stem in stems}
 
 
 def test_every_file_that_the_readme_names_exists():
     there = {str(path.relative_to(ROOT)) for pattern in ("*", "config/*", "tests/*", ".ci/*") for path in ROOT.glob(pattern)}
     names = re.findall(r"(?<![\w/-])((?:(?:config|tests|\.ci)/)?[\w-]+\.(?:py|md|txt|toml))\b", README)
-    assert {"model.py", "train.py", "sample.py"} <= set(names) and [name for name in names if name not in there | {"config/more.py"}] == []
+    assert {"model.py", "train.py", "sample.py"} <= set(names) and set(names) <= there | set(STAND_INS)
 
 
 def blocks():

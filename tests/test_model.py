@@ -253,7 +253,7 @@ def loud_but(cfg):
 
 @pytest.mark.parametrize("case", GRID, ids=case_name)
 def test_logits_equal_the_specification(case):
-    model, ids_BT = loud(case_config(case)), some_ids(2, 12)
+    model, ids_BT = loud(case_config(case)), some_ids(2, 9)
     logits_BTV = forward(model, ids_BT, depth=case["depth"])
     assert logits_BTV.std() > 0.5                                           # not flat: a mistake would show
     sequence = spec.Sequence(model.cfg, model.state_dict(), case["depth"])
@@ -599,10 +599,18 @@ def test_another_depth_needs_no_new_graph():
     assert all(torch.allclose(compiled[d], plain[d], atol=1e-5) for d in plain)
 
 
+@pytest.mark.slow
 def test_training_at_sampled_depths_needs_no_new_graph():
     model, ids_BT = loud(tiny(**GRT)).train(), some_ids(2, 8)
     after = count_graphs(model, [lambda d=d: model(ids_BT, ids_BT, depth=d, seed=(0, d)).loss.backward() for d in (1, 2, 3, 4)])
     assert after == [after[0]] * 4
+
+
+@pytest.mark.slow
+def test_the_length_of_a_text_needs_no_new_graph():
+    model, ids_BT = loud(tiny(**GRT)), some_ids(2, 4)
+    after = count_graphs(model, [lambda n=n: model.generate(ids_BT, n, temperature=0) for n in (5, 15, 20, 25)])
+    assert after[1] == after[2] == after[3] <= 8                          # the second length makes sizes symbolic
 
 
 def test_twelve_blocks_share_one_graph():

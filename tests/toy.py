@@ -6,7 +6,7 @@ import prepare
 WORDS = "def return class import for in while if else yield self None True é 🦊 x y z".split()
 SETTINGS = dict(n_prelude=1, n_core=1, n_recur=4, n_coda=1, n_embd=16, n_head=2, block_size=32, update="gate", gate_bias=0.0,
                 depth_sampling="uniform", state_noise=0.1, gate_noise=0.1, batch_size=4, max_iters=4, warmup_iters=2,
-                learning_rate=1e-2, eval_interval=0, eval_tokens=256, log_interval=1, sample_tokens=0, dataset="toy", device="cpu",
+                learning_rate=1e-2, eval_interval=0, eval_tokens=128, log_interval=1, sample_tokens=0, dataset="toy", device="cpu",
                 compile=False)
 DENSE = dict(n_prelude=0, n_core=2, n_recur=1, n_coda=0, update="replace", depth_sampling="fixed")
 SEQUENCE = dict(n_core=2, n_recur=2, sharing="middle_sequence", update="replace", depth_sampling="fixed")
