@@ -236,21 +236,21 @@ class Rotary(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.theta, self.width = cfg.rope_theta, cfg.head_width
+        turns = [cfg.rope_theta ** (-2 * i / cfg.head_width) for i in range(cfg.head_width // 2)]
+        self.turns = [-turn for turn in turns] + turns        # per position; both signs: see rotate
 
     def add(self, x_BTD, position_BT):
         return x_BTD
 
     def tables(self, position_BT):
         """cos and signed sin, (B or 1, T, 1, K) in float32; made once per forward, used by every block of every step."""
-        i = torch.arange(self.width // 2, device=position_BT.device).float()
-        angle = position_BT[..., None, None].float() * self.theta ** (-2 * i / self.width)
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        angle = position_BT[..., None, None] * torch.tensor(self.turns, device=position_BT.device)
+        return angle.cos(), angle.sin()
 
 
 def rotate(x, cos, sin):
     """Turn the pairs (a, b) = (x_i, x_{i+K/2}) to (a cos - b sin, b cos + a sin): Hugging Face's order of Llama weights.
+    roll gives each its partner, and the first half's sine is negative already.
 
     x: queries (B, T, H, K) or keys (B, T, G, K)."""
     if cos is None:
@@ -265,21 +265,18 @@ def rotate(x, cos, sin):
 class Seat(NamedTuple):
     """Where one block's new K and V go and what its queries may see. Tensors only: a block never meets the cache.
 
-    k_PGK and v_PGK are the slot's store, token-major: row b owns the P/B places from b P/B on."""
-    k_PGK: torch.Tensor
-    v_PGK: torch.Tensor
+    kv is the slot's store, (2, P, G, K), token-major: row b owns the P/B places from b P/B on."""
+    kv: torch.Tensor
     place_C: torch.Tensor                # place of each real new token
     real_C: torch.Tensor | None          # which of the B x T new tokens those are; None: all of them
     mask_B1TS: torch.Tensor | None       # what a query sees of its row's first S places; None: all of them
     n_seen: int                          # S
 
     def exchange(self, k_BTGK, v_BTGK):
-        """Write the new entries, give back each row's window of stored ones."""
-        B = k_BTGK.size(0)
-        for store_PGK, new_BTGK in ((self.k_PGK, k_BTGK), (self.v_PGK, v_BTGK)):
-            new_NGK = new_BTGK.reshape(-1, *new_BTGK.shape[2:])
-            store_PGK.index_copy_(0, self.place_C, new_NGK if self.real_C is None else new_NGK[self.real_C])
-        return tuple(store.view(B, -1, *store.shape[1:])[:, : self.n_seen] for store in (self.k_PGK, self.v_PGK))
+        """Write the new entries, give back each row's window of stored ones: k and v, (B, S, G, K)."""
+        new = torch.stack((k_BTGK, v_BTGK)).flatten(1, 2)
+        self.kv.index_copy_(1, self.place_C, new if self.real_C is None else new[:, self.real_C])
+        return self.kv.view(2, k_BTGK.size(0), -1, *k_BTGK.shape[2:])[:, :, : self.n_seen].unbind()
 
 
 class NoCache:
@@ -345,7 +342,7 @@ class KVCache:
         self.mask_B1TS = None
         if T > 1 or not level:
             self.mask_B1TS = (torch.arange(self.n_seen, device=device) <= position_BT[..., None])[:, None]
-        return position_BT.clamp(max=self.n_places - 1)       # only padding can stand beyond the last place
+        return position_BT if self.real_C is None else position_BT.clamp(max=self.n_places - 1)      # padding may stand beyond
 
     def seat(self, i):
         return self.seat_at(self.outer[i])
@@ -354,8 +351,7 @@ class KVCache:
         return self.seat_at(self.core[self.core_slot(step, j)])
 
     def seat_at(self, slot):
-        k_PGK, v_PGK = slot
-        return Seat(k_PGK, v_PGK, self.place_C, self.real_C, self.mask_B1TS, self.n_seen)
+        return Seat(slot, self.place_C, self.real_C, self.mask_B1TS, self.n_seen)
 
     def settle(self, step):
         """A step is over. Exact slots stay as they are."""
@@ -488,7 +484,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.attention = make_norm(cfg), Attention(cfg)
         self.mlp_norm, self.mlp = make_norm(cfg), KINDS[cfg.block].mlp(cfg)
-        self.dropout = nn.Dropout(cfg.dropout)
+        self.dropout = nn.Dropout(cfg.dropout) if cfg.dropout else nn.Identity()
 
     def forward(self, x_BTD, cos=None, sin=None, seat=None):
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos, sin, seat))
@@ -726,7 +722,7 @@ class GPT(nn.Module):
         self.cfg = cfg
         self.embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.positions = KINDS[cfg.block].positions(cfg)
-        self.dropout = nn.Dropout(cfg.dropout)
+        self.dropout = nn.Dropout(cfg.dropout) if cfg.dropout else nn.Identity()
         self.prelude = nn.ModuleList(Block(cfg) for _ in range(cfg.n_prelude))
         self.recursion = Recursion(cfg)
         self.coda = nn.ModuleList(Block(cfg) for _ in range(cfg.n_coda))

@@ -42,12 +42,12 @@ MUTANTS = {
         "*self.positions.tables(position_BT - position_BT[:, :1]))",
         "test_cache::test_a_prompt_fed_in_pieces_gives_the_same_logits"),
     "RoPE turns the other way": (
-        "torch.cat((-sin, sin), -1)",
-        "torch.cat((sin, -sin), -1)",
+        "[-turn for turn in turns] + turns",
+        "turns + [-turn for turn in turns]",
         "test_references::test_llama_gives_the_logits_of_transformers"),
     "the base period is not the config's": (
-        "cfg.rope_theta, cfg.head_width",
-        "10000.0, cfg.head_width",
+        "cfg.rope_theta ** (",
+        "10000.0 ** (",
         "test_model::test_other_widths_periods_and_temperatures_equal_the_specification_too"),
     "GELU is the tanh form": (
         "F.gelu(self.up(x_BTD))",
