@@ -1,0 +1,11 @@
+"""GRT, 2+2x4+2, d=256, for bench.py: beside gpt_12, which executes as many blocks."""
+n_embd = 256                # small enough for a CPU, large enough that matrices dominate
+n_head = 4
+block_size = 256
+n_prelude = 2
+n_core = 2
+n_recur = 4               # 2+2x4+2 executes 12 blocks
+n_coda = 2
+update = "gate"
+state_noise = 0.1           # on, as in training: noise costs time too
+gate_noise = 0.1

@@ -1,0 +1,11 @@
+"""GRT, 1+1x6+1, d=256, for bench.py: beside gpt_8, which executes as many blocks."""
+n_embd = 256                # small enough for a CPU, large enough that matrices dominate
+n_head = 4
+block_size = 256
+n_prelude = 1
+n_core = 1
+n_recur = 6               # 1+1x6+1 executes 8 blocks
+n_coda = 1
+update = "gate"
+state_noise = 0.1           # on, as in training: noise costs time too
+gate_noise = 0.1
