@@ -88,7 +88,8 @@ def parse(argv, schema, doc, words=None):
 
     schema: dataclasses whose fields are the keys; a later class replaces the default of an earlier one.
     doc: opens --help. words: what the script takes beside config files and flags. None: nothing else. "NAME ...": any
-    arguments that do not end in .py. ("SOURCE", n): the same, and the first n are words even if they end in .py.
+    arguments that do not end in .py. ("SOURCE", n): the same, and the first n are words even if they end in .py; with
+    an empty name --help says nothing of config files.
     """
     keys = read_schema(schema)
     usage, n_words = words if isinstance(words, tuple) else (words, 0)
@@ -378,8 +379,9 @@ def help_text(keys, doc, usage):
                       clip(repr(k.default), 24)) for name, k in keys.items()}
     widths = [min(max(map(len, column)), 28) for column in zip(*columns.values())]
     script = " ".join(["usage: python", os.path.basename(sys.argv[0])] + [usage] * bool(usage))
-    lines = [(doc or "").strip(), "", f"{script} [config/FILE.py ...] [--key=value ...]",
-             "Later files win over earlier ones, the command line wins over files; values may use other keys."]
+    lines = [(doc or "").strip(), "", f"{script} {'' if usage == '' else '[config/FILE.py ...] '}[--key=value ...]"]
+    if usage != "":
+        lines.append("Later files win over earlier ones, the command line wins over files; values may use other keys.")
     for group in dict.fromkeys(k.group for k in keys.values()):
         lines += ["", group]
         for name, k in keys.items():
