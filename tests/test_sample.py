@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import tiny
-from toy import DENSE, SEQUENCE, flags, make_config, make_data
+from toy import DENSE, SEQUENCE, flags, make_config, make_data, refusal
 
 import prepare
 import sample
@@ -54,13 +54,6 @@ def go(place, monkeypatch, capsys):
         sample.main([*flags(**{"max_new_tokens": 8, "temperature": 0, **changes}), *argv])
         return capsys.readouterr()
     return go
-
-
-def refusal(call, *args, **kwargs):
-    with pytest.raises(UserError) as error:
-        call(*args, **kwargs)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def load(place, name="toy"):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny
-from toy import DENSE, flags, make_config, make_data
+from toy import DENSE, flags, make_config, make_data, refusal
 
 import config
 import prepare
@@ -50,13 +50,6 @@ def go(place, tmp_path, monkeypatch):
         train.main(["toy.py", *flags(**changes)])
         return Path(changes.get("out_dir", "out/toy"))
     return go
-
-
-def refusal(call, *args, **kwargs):
-    with pytest.raises(UserError) as error:
-        call(*args, **kwargs)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def events(folder, kind=None):

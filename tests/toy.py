@@ -2,6 +2,8 @@
 import random
 
 import prepare
+import pytest
+from config import UserError
 
 WORDS = "def return class import for in while if else yield self None True é 🦊 x y z".split()
 SETTINGS = dict(n_prelude=1, n_core=1, n_recur=4, n_coda=1, n_embd=16, n_head=2, block_size=32, update="gate", gate_bias=0.0,
@@ -31,3 +33,11 @@ def make_config(folder, **changes):
 
 def flags(**changes):
     return [f"--{name}={value}" for name, value in changes.items()]
+
+
+def refusal(call, *args, **kwargs):
+    """The one line that a call is refused with."""
+    with pytest.raises(UserError) as error:
+        call(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
