@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import config  # before torch: see the top of config/__init__.py

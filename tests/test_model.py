@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tiny import GRID, case_config, case_name, loud, some_ids, tiny
 
 import model as model_py
-from model import GPT, SHARINGS, UPDATES, GPTConfig, KVCache, Noise, Replace, Sharing, block_table
+from model import GPT, SHARINGS, UPDATES, Noise, Replace, Sharing, block_table
 
 GRT = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, update="gate", state_noise=0.1, gate_noise=0.1, depth_sampling="uniform")
 FAMILIES = {

@@ -20,7 +20,6 @@ from toy import DENSE, SEQUENCE, flags, make_config, make_data, refusal
 import prepare
 import sample
 import train
-from config import UserError
 from model import GPT, GPTConfig
 from sample import Text, depth_meaning
 
