@@ -275,3 +275,12 @@ def test_a_users_mistake_exits_with_2_one_line_and_no_traceback(tmp_path):
                       "config.run(lambda argv: print('x'))\n")
     done = run()                                                                    # the reader of a pipe has left
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_ctrl_c_exits_with_130_and_no_traceback(capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        config.run(interrupted)
+    assert stop.value.code == 130 and capsys.readouterr().err == ""
