@@ -101,7 +101,11 @@ def interleave(steps, repeats, device):
     for i, name in tqdm(rounds, disable=None, leave=False):
         start = clock(device)
         steps[name]()
-        (seconds[name].append if i >= 0 else lambda t: warm.update({name: t}))(clock(device) - start)
+        took = clock(device) - start
+        if i < 0:
+            warm[name] = took
+        else:
+            seconds[name].append(took)
     return seconds, warm
 
 

@@ -928,12 +928,15 @@ def keep_newer_half(row, block_size):
     return row if len(row) <= block_size else row[-max(1, block_size // 2):]
 
 
+def cache_dtype(model):
+    """The dtype that keys have here: autocast's where it is on, else the weights'."""
+    device = model.embed.weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.embed.weight.dtype
+
+
 def make_cache(model, n_rows, n_places, depth=None):
     """An empty exact cache for `n_rows` rows of `n_places` tokens, on the weights' device and of the keys' dtype."""
-    dtype, device = model.embed.weight.dtype, model.embed.weight.device
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    return KVCache(model.cfg, n_rows, n_places, model.check_depth(depth), dtype, device)
+    return KVCache(model.cfg, n_rows, n_places, model.check_depth(depth), cache_dtype(model), model.embed.weight.device)
 
 
 def count_params(cfg, embeddings=True):

@@ -18,7 +18,7 @@ import torch
 
 import prepare
 from config import UserError, key
-from model import FOLDS, GPT, GPTConfig, check_sampling, generator, make_cache, stream
+from model import FOLDS, GPT, GPTConfig, cache_dtype, check_sampling, generator, stream
 from train import check_ranges, fitting, load_checkpoint, pick_device
 
 
@@ -170,7 +170,7 @@ def report(model, s, rows, depth, n_steps, first, seconds):
         f"({sum(map(len, rows)):,} prompt tokens), then {rate:,.0f} tokens/s")
     if s.use_cache:
         stored = min(model.cfg.block_size, max(map(len, rows)) + max(0, n_steps - 1))
-        size = model.cfg.kv_bytes(stored, len(rows), make_cache(model, 1, 1).dtype, s.cache, depth)
+        size = model.cfg.kv_bytes(stored, len(rows), cache_dtype(model), s.cache, depth)
         say(f"cache {s.cache}: {size / 2**20:,.2f} MiB for {len(rows)} rows of {stored} tokens")
 
 

@@ -199,15 +199,15 @@ def want_compile(choice, device):
 def step_gradients(model, batches, seeds, autocast):
     """Accumulate the gradient of one optimizer step; returns (mean loss, depth). Each micro-batch weighs as much as the
     targets that count in it, so the update does not depend on how a batch is cut."""
-    counts = [int((targets_BT != -100).sum()) for _, targets_BT in batches]
+    counts = [(targets_BT != -100).sum() for _, targets_BT in batches]          # tensors: no waiting for the device here
     loss, depth = 0.0, 0.0
     for (ids_BT, targets_BT), count, seed in zip(batches, counts, seeds):
         torch.manual_seed(seed[1])                            # dropout
         with autocast:
             out = model(ids_BT, targets_BT, seed=seed)
-        share = count / max(1, sum(counts))
+        share = count / sum(counts).clamp(min=1)
         (out.loss * share).backward()
-        loss, depth = loss + out.loss.detach() * share, depth + int(out.depth_BT[0, 0]) / len(batches)
+        loss, depth = loss + out.loss.detach() * share, depth + out.depth_BT[0, 0] / len(batches)
     return loss, depth
 
 
@@ -557,7 +557,7 @@ def run(model, optimizer, first_step, best, s, meta, train_split, val_split, fol
         optimizer.zero_grad(set_to_none=True)
         done = step + 1
         if done % s.log_interval == 0 or done == s.max_iters:
-            loss, now = float(loss), time.perf_counter()
+            loss, depth, now = float(loss), float(depth), time.perf_counter()
             if not math.isfinite(loss):
                 raise UserError(f"the training loss at step {done} is {loss}; the last good checkpoint is in {folder}")
             rate = (done - clock_step) * tokens / (now - clock)

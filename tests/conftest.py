@@ -6,14 +6,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")              # before torch: idle threads that spin slow all others
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture
-def tiny():
-    """tiny(**changes) -> a GPTConfig that builds in a millisecond (tests/tiny.py)."""
-    import tiny
-    return tiny.tiny

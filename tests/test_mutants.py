@@ -207,8 +207,8 @@ MUTANTS = {
         "pass",
         "test_cache::test_compressed_caches_equal_the_specification"),
     "cached keys have the weights' dtype": (
-        "dtype = torch.get_autocast_dtype(device.type)",
-        "pass",
+        "return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else",
+        "return",
         "test_cache::test_the_cache_has_the_dtype_of_the_keys"),
 
     # ---- generate
