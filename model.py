@@ -20,14 +20,14 @@ The alphabet. A tensor that carries data through the model has a name that ends 
 number per row ends in _B:
     B batch rows      T new tokens      S stored tokens     C chosen tokens     N flattened B x T    1 a broadcast axis
     D n_embd          H query heads     G key/value heads   K head width        F MLP width          V vocabulary
-    E 2 D: state beside anchor          P places of a cache slot, over all its rows
+    E 2 D: state beside anchor          P places of a cache slot, over all its rows          n some of the N
 Papers: GRT = Gated Recurrent Transformers (arXiv 2608.15062); MoR = Mixture-of-Recursions (Bae et al. 2025);
 GPT-2 = Radford et al. 2019; Llama = Touvron et al. 2023.
 """
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -71,6 +71,7 @@ class GPTConfig:
     depth_sampling: str = key("fixed", "depth of a training micro-batch: fixed (n_recur) or uniform (min_depth..n_recur)")
     min_depth: int = key(1, "smallest depth that uniform sampling draws")
     loss: str = key("last", "which steps are supervised: last = one cross-entropy after the final step")
+    fused_loss: bool = key(False, "with targets: head and loss in chunks of tokens, so all logits are never there at once (logits: None)")
     state_noise: float = key(0.0, "std of the noise on the state that a step reads, training only (GRT: 0.1)")
     gate_noise: float = key(0.0, "std of the per-token noise inside the gate's sigmoid, training only (GRT: 0.1)")
     gate_bias: float = key(4.0, "initial b2 of the gate: +4 keeps .982 of the old state at every step")
@@ -166,6 +167,7 @@ class GPTConfig:
 
         exact: the matrix products that are executed: causal attention as S/2 keys, true GQA and MLP widths, head, gate
         and adapter (the anchor's half once per forward).
+        paper: the formula of the MoR paper: blocks alone, causal, K and V counted at full width, head left out.
         grt: the formula of the GRT paper: no causal halving, head left out, the adapter's two halves at every step."""
         if convention not in FLOPS:
             raise ValueError(f"convention={convention!r} is not one of {', '.join(FLOPS)}")
@@ -695,19 +697,46 @@ class Recursion(nn.Module):
         return self.update.write(h_BTD, x_BTD, anchor, noise.on_gate(h_BTD, step)), who
 
 
-def cross_entropy(logits_BTV, targets_BT):
-    """Mean over the targets that count (-100 does not); 0 when none does. float32 or better."""
-    logits_NV, target_N = at_least_fp32(logits_BTV).flatten(0, 1), targets_BT.flatten()
-    return F.cross_entropy(logits_NV, target_N, ignore_index=-100, reduction="sum") / (target_N != -100).sum().clamp(min=1)
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Head and cross-entropy, summed over the targets that count, a few tokens at a time. The gradient of a sum is known
+    as soon as its logits are, so it is made on the spot and nothing is computed twice; backward only scales it."""
+
+    @staticmethod
+    def forward(ctx, x_ND, table_VD, target_N, learn):
+        total, n = 0.0, max(512, 2**22 // len(table_VD))                 # tokens at a time
+        ctx.grads = dx_ND, dtable_VD = [torch.zeros_like(w) if learn else w for w in (x_ND, table_VD)]
+        for x_nD, dx_nD, target_n in zip(x_ND.split(n), dx_ND.split(n), target_N.split(n)):
+            logits_nV, counts_n1 = at_least_fp32(F.linear(x_nD, table_VD)), (target_n != -100)[:, None]
+            index_n1, sum_n1 = target_n.clamp(min=0)[:, None], logits_nV.logsumexp(-1, keepdim=True)
+            total = total + ((sum_n1 - logits_nV.gather(1, index_n1)) * counts_n1).sum()
+            if learn:                                                    # d CE / d logits = softmax - one-hot, in their place
+                d_nV = logits_nV.sub_(sum_n1).exp_().scatter_add_(1, index_n1, -torch.ones_like(sum_n1)).mul_(counts_n1).to(x_nD.dtype)
+                dx_nD.copy_(d_nV @ table_VD)
+                dtable_VD += d_nV.T @ x_nD
+        return total
+
+    @staticmethod
+    def backward(ctx, scale):
+        return *(grad.mul_(scale) for grad in ctx.grads), None, None
 
 
-# From logits and targets: the named terms whose sum training minimises.
-LOSSES = {"last": lambda logits_BTV, targets_BT: {"ce": cross_entropy(logits_BTV, targets_BT)}}
+def cross_entropy(x_BTD, table_VD, logits_BTV, targets_BT):
+    """Mean over the targets that count (-100 does not); 0 when none does. float32 or better. logits: None = chunked."""
+    target_N = targets_BT.flatten()
+    if logits_BTV is None:
+        total = ChunkedCrossEntropy.apply(x_BTD.flatten(0, 1), table_VD, target_N, torch.is_grad_enabled())
+    else:
+        total = F.cross_entropy(at_least_fp32(logits_BTV).flatten(0, 1), target_N, ignore_index=-100, reduction="sum")
+    return total / (target_N != -100).sum().clamp(min=1)
+
+
+# From the last features, the head's table, logits (or None) and targets: the named terms whose sum training minimises.
+LOSSES = {"last": lambda *where: {"ce": cross_entropy(*where)}}
 
 
 class Output(NamedTuple):
     """What a call gives back."""
-    logits: torch.Tensor                 # (B, T, V)
+    logits: torch.Tensor | None          # (B, T, V); None: targets given and cfg.fused_loss
     loss: torch.Tensor | None            # training: the sum of `losses`; evaluation: losses["ce"]; None without targets
     losses: dict                         # named terms; "ce" is the plain cross-entropy, in nats per token
     depth_BT: torch.Tensor               # how many steps each token took
@@ -726,7 +755,7 @@ class GPT(nn.Module):
         self.prelude = nn.ModuleList(Block(cfg) for _ in range(cfg.n_prelude))
         self.recursion = Recursion(cfg)
         self.coda = nn.ModuleList(Block(cfg) for _ in range(cfg.n_coda))
-        self.norm = make_norm(cfg)                       # the head is the token table (tied)
+        self.norm = make_norm(cfg)
         self.init_weights()
 
     # ---- the three verbs (step is Recursion's)
@@ -741,10 +770,14 @@ class GPT(nn.Module):
         return h_BTD, h_BTD, who
 
     def finish(self, h_BTD, who, cache, pick=slice(None)):
-        """Coda, norm and tied head. pick: an index into (B, T) for the tokens whose logits are wanted."""
+        """Coda and norm: the features that the head reads. pick: an index into (B, T) for the tokens that are wanted."""
         for i, block in enumerate(self.coda):
             h_BTD = block(h_BTD, who.cos, who.sin, cache.seat(len(self.prelude) + i))
-        return F.linear(self.norm(h_BTD[pick]), self.embed.weight)
+        return self.norm(h_BTD[pick])
+
+    def head(self, x_BTD):
+        """Logits; the weights are the token table (tied)."""
+        return F.linear(x_BTD, self.embed.weight)
 
     # ---- public calls
 
@@ -767,10 +800,11 @@ class GPT(nn.Module):
         depth = self.check_depth(depth)
         h_BTD, e_BTD, who = self.start(ids_BT, cache)
         h_BTD, who = self.recursion(h_BTD, e_BTD, who, depth, noise, cache)
-        logits_BTV = self.finish(h_BTD, who, cache)
+        x_BTD = self.finish(h_BTD, who, cache)
+        logits_BTV = None if self.cfg.fused_loss and targets_BT is not None else self.head(x_BTD)
         loss, losses = None, {}
         if targets_BT is not None:
-            losses = LOSSES[self.cfg.loss](logits_BTV, targets_BT)
+            losses = LOSSES[self.cfg.loss](x_BTD, self.embed.weight, logits_BTV, targets_BT)
             loss = sum(losses.values()) if self.training else losses["ce"]
         return Output(logits_BTV, loss, losses, torch.full_like(ids_BT, depth))
 
@@ -789,7 +823,7 @@ class GPT(nn.Module):
             pick = (torch.arange(len(last_B), device=ids_BT.device)[:, None], torch.tensor(last_B, device=ids_BT.device)[:, None])
         h_BTD, e_BTD, who = self.start(ids_BT, cache, n_new_B)
         h_BTD, who = self.recursion(h_BTD, e_BTD, who, depth, Silence(), cache)
-        return self.finish(h_BTD, who, cache, pick)
+        return self.head(self.finish(h_BTD, who, cache, pick))
 
     def check_depth(self, depth):
         """`depth` as an int this model can run (None: n_recur), or ValueError."""
@@ -964,7 +998,12 @@ def grt_flops(cfg, seq_len, depth):
     return cfg.executed_blocks(depth) * block_flops(cfg, seq_len) + depth * sum(UPDATES[cfg.update].flops(cfg))
 
 
-FLOPS = {"exact": exact_flops, "grt": grt_flops}
+def paper_flops(cfg, seq_len, depth):
+    # F = 2 k (2 d^2 + 2 d d_kv + 3 d ffn) + 2 k m d per layer, d_kv = d, k = m = S here                          [MoR, FLOPs]
+    return cfg.executed_blocks(depth) * block_flops(replace(cfg, n_kv_head=None), seq_len / 2)
+
+
+FLOPS = {"exact": exact_flops, "paper": paper_flops, "grt": grt_flops}
 
 
 def count_kv_bytes(cfg, seq_len, batch_size, dtype, cache="full", depth=None):

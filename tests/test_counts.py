@@ -111,8 +111,13 @@ def test_exact_flops_are_the_flops_of_a_real_forward(case):
     assert counter.get_total_flops() == 2 * T * (exact + full_attention / 2)
 
 
+@pytest.mark.parametrize("plan, mflop", [("0+32x1+0", 833.62), ("1+8x4+1", 885.72)])
+def test_flops_equal_the_formula_of_the_mor_paper(plan, mflop):
+    assert round(smollm("360M", plan).flops_per_token(2048, "paper") / 1e6, 2) == mflop
+
+
 def test_flops_grow_by_one_core_per_step_and_depth_may_be_fractional():
-    for convention in ("exact", "grt"):
+    for convention in ("exact", "paper", "grt"):
         for update in ("replace", "gate"):
             cfg = tiny(n_prelude=1, n_core=2, n_recur=3, n_coda=1, update=update)
             at = {depth: cfg.flops_per_token(32, convention, depth) for depth in (0, 1, 2, 2.5, 3)}

@@ -6,12 +6,15 @@ update rule, compiled parts. Cached decoding is in test_cache.py, counts in test
 import copy
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import spec
 import torch
 import torch.nn.functional as F
 from tiny import GRID, case_config, case_name, loud, some_ids, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import model as model_py
 from model import GPT, SHARINGS, UPDATES, Noise, Replace, Sharing, block_table
@@ -471,10 +474,50 @@ def test_in_evaluation_the_loss_is_the_cross_entropy():
 
 def test_training_minimises_the_sum_of_the_named_losses_and_evaluation_reports_the_cross_entropy(monkeypatch):
     terms = {"ce": torch.tensor(2.0), "router": torch.tensor(0.5)}
-    monkeypatch.setitem(model_py.LOSSES, "last", lambda logits_BTV, targets_BT: terms)
+    monkeypatch.setitem(model_py.LOSSES, "last", lambda *where: terms)
     model, ids_BT = loud(tiny()), some_ids(1, 4)
     assert model.train()(ids_BT, ids_BT).loss == 2.5 and model.eval()(ids_BT, ids_BT).loss == 2.0
     assert model(ids_BT, ids_BT).losses == terms
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that one floating-point tensor had while this was on."""
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        self.numel = max(self.numel, *made, 0)
+        return out
+
+
+def loss_and_gradients(model, ids_BT, targets_BT):
+    model.zero_grad()
+    out = model(ids_BT, targets_BT, seed=(1, 2))
+    (out.loss * 0.5).backward()
+    return out, out.loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("masked", [0, 1, 40])
+def test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory(masked):
+    cfg = tiny(vocab_size=8192, block_size=600, n_prelude=1, n_core=1, n_recur=2, update="gate")
+    model, fused = loud(cfg).double().train(), loud(replace(cfg, fused_loss=True)).double().train()
+    ids_BT, targets_BT = some_ids(2, 600, vocab_size=8192), some_ids(2, 600, vocab_size=8192, seed=2)      # three chunks of tokens
+    targets_BT[:, 300 : 300 + masked] = -100
+    plain, loss, grads = loss_and_gradients(model, ids_BT, targets_BT)
+    with LargestTensor() as seen:
+        out, fused_loss, fused_grads = loss_and_gradients(fused, ids_BT, targets_BT)
+    assert plain.logits is not None and out.logits is None and fused_loss == pytest.approx(loss, abs=1e-12)
+    assert seen.numel == 512 * 8192 < plain.logits.numel() // 2
+    for name, grad in grads.items():
+        torch.testing.assert_close(fused_grads[name], grad, atol=1e-12, rtol=1e-9)
+    assert fused.eval()(ids_BT, targets_BT).loss.item() == pytest.approx(model.eval()(ids_BT, targets_BT).loss.item(), abs=1e-12)
+    assert torch.equal(fused(ids_BT).logits, model(ids_BT).logits)                                         # without targets there is nothing to fuse
+
+
+def test_a_fused_loss_in_which_nothing_counts_is_zero_and_changes_nothing():
+    out, loss, grads = loss_and_gradients(loud(tiny(fused_loss=True)).train(), some_ids(2, 8), torch.full((2, 8), -100))
+    assert loss == 0 and not any(grad.any() for grad in grads.values())
 
 
 def test_an_untrained_model_knows_nothing():

@@ -13,7 +13,7 @@ from tiny import loud, some_ids, tiny
 
 import model as model_py
 
-SHAPE = re.compile(r"_([BTSCNDGHKFVEP1]+)$")
+SHAPE = re.compile(r"_([BTSCNnDGHKFVEP1]+)$")
 LISTS = {"n_new_B", "length_B", "start_B", "stop_B", "last_B", "next_B"}           # one Python number per row
 
 
@@ -85,7 +85,7 @@ def names_in_model():
 def test_shape_suffixes_tell_the_truth():
     seen, found = set(), set()
     grt = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, update="gate", state_noise=0.1, gate_noise=0.1, n_ffn=40)
-    for keys in (grt, dict(grt, block="llama", n_kv_head=2), dict(n_recur=2, sharing="sequence"), dict(update="inject")):
+    for keys in (grt, dict(grt, block="llama", n_kv_head=2), dict(n_recur=2, sharing="sequence"), dict(update="inject", fused_loss=True)):
         run_everything(keys, seen, found)
     assert not found, "\n".join(sorted(found))
     assert names_in_model() - seen == LISTS, "names that were never looked at"
