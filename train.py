@@ -3,9 +3,11 @@
     python train.py config/grt_tiny.py                            # a laptop, some minutes, no download
     python train.py config/grt_small.py --batch_size=4 --max_iters=2e4 --learning_rate 1e-3
     python train.py config/grt_tiny.py --init_from=resume --max_iters=4000
+    torchrun --nproc_per_node=8 train.py config/grt_small.py --parallel=fsdp
 
 The run's folder (out/<config name>) holds ckpt.pt, log.jsonl and config.py with each value's origin. Data order, depth,
-noise and dropout are functions of (seed, step, micro-step), so a resumed run equals an unbroken one.
+noise and dropout are functions of (seed, step, micro-step), so a resumed run equals an unbroken one, and one on several
+processes that on one. Ctrl-C finishes the step and saves; a run that torchrun restarts goes on from its last checkpoint.
 """
 import contextlib
 import functools
@@ -15,16 +17,22 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import config  # before torch: see the top of config/__init__.py
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import prepare
 from config import UserError, key
@@ -38,7 +46,7 @@ FORMAT = 1                    # of ckpt.pt
 class TrainConfig:
     """Training: data, optimizer, schedule, evaluation"""
     out_dir: str | None = key(None, "the run's own folder; None = out/<name of the last config file>")
-    init_from: str = key("scratch", "scratch, or resume: continue the run in out_dir", choices=("scratch", "resume"))
+    init_from: str = key("scratch", "scratch; resume: continue the run in out_dir; or a checkpoint whose weights a new run starts from")
     dataset: str = key("stdlib", "name of a data set that prepare.py made; stdlib is made on first use")
     data_dir: str = key("data", "folder of the data sets")
     vocab_size: int | None = key(None, "rows of the token table; None = the data's, rounded up to a multiple of 64")
@@ -46,8 +54,11 @@ class TrainConfig:
     device: str = key("auto", "auto, cpu, cuda, cuda:1, mps ...")
     dtype: str = key("auto", "auto = bfloat16 autocast on CUDA, float32 elsewhere", choices=("auto", "float32", "bfloat16"))
     compile: bool | str = key("auto", "torch.compile blocks and updates: auto = on CUDA only", choices=("auto", True, False))
+    parallel: str = key("ddp", "several processes: ddp = each holds the model; fsdp = each holds its share of it", choices=("ddp", "fsdp"))
+    checkpoint_activations: bool = key(False, "keep each step's input alone and compute the step again in backward: less memory, more time")
+    fused_loss: bool = key(True, "head and loss in chunks of tokens: all logits are never there at once")
     batch_size: int = key(12, "rows of a micro-batch")
-    gradient_accumulation_steps: int = key(1, "micro-batches per optimizer step")
+    gradient_accumulation_steps: int = key(1, "micro-batches per optimizer step, over all processes")
     max_iters: int = key(20000, "optimizer steps of the whole run")
     learning_rate: float = key(6e-4, "peak learning rate")
     schedule: str = key("cosine", "after the warm-up: cosine, or wsd (trapezoid): constant, then a linear cool-down", choices=("cosine", "wsd"))
@@ -65,13 +76,14 @@ class TrainConfig:
     eval_tokens: int = key(65536, "validation tokens per evaluation: fixed windows, evenly spaced")
     log_interval: int = key(10, "steps between log lines")
     sample_tokens: int = key(300, "tokens that the trained model writes at the end; 0 = none")
+    tensorboard: bool = key(False, "also write the log for TensorBoard, into the run's folder")
 
 
 # From (included) .. to (not): an infinite value is never meant.
 RANGES = {"seed": (0, 2**63), "learning_rate": (0, math.inf), "min_lr": (0, math.inf), "weight_decay": (0, math.inf),
           "beta1": (0, 1), "beta2": (0, 1), "grad_clip": (0, math.inf), "batch_size": (1, math.inf),
           "gradient_accumulation_steps": (1, math.inf), "max_iters": (0, math.inf), "warmup_iters": (0, math.inf),
-          "lr_decay_iters": (0, math.inf), "eval_tokens": (1, math.inf), "log_interval": (1, math.inf), "sample_tokens": (0, math.inf)}
+          "lr_decay_iters": (0, math.inf), "cooldown_iters": (0, math.inf), "keep_interval": (0, math.inf), "eval_tokens": (1, math.inf), "log_interval": (1, math.inf), "sample_tokens": (0, math.inf)}
 
 
 def check_ranges(settings, ranges):
@@ -150,14 +162,104 @@ def resolve_vocab(settings, fallback=50304):
         return fallback
 
 
+# ------------------------------------------------------------------------------------------------------------- processes
+
+
+class World:
+    """The processes that train one model: this one alone, or all that torchrun started. Rank 0 writes and speaks."""
+
+    def __init__(self, environ=os.environ):
+        self.rank, self.local_rank, self.size = (int(environ.get(name, default)) for name, default in
+                                                 (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        self.exchange = lambda now: None                      # whether the next backward exchanges gradients
+
+    @contextlib.contextmanager
+    def together(self, device):
+        """While this is open the processes can talk: gloo on the CPU, NCCL on CUDA. Other ranks print nothing."""
+        own = self.size > 1 and not dist.is_initialized()
+        if own:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            try:
+                dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            except (ValueError, RuntimeError) as error:
+                raise UserError(f"WORLD_SIZE={self.size}, but the processes do not find each other ({str(error).splitlines()[0][:80]}); start "
+                                f"them with torchrun, or unset RANK and WORLD_SIZE")
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            with contextlib.redirect_stdout(nowhere if self.rank else sys.stdout):
+                yield
+        if own:                                               # not after an error: the others may never come
+            dist.destroy_process_group()
+
+    def sum(self, tensor):
+        """`tensor` added up over the processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag):
+        return bool(flag) if self.size == 1 else bool(self.sum(torch.tensor(int(flag))))
+
+    def first(self, work):
+        """What work() gives on rank 0, on every rank once it is done. A mistake that it finds ends all, and is said once."""
+        if self.size == 1:
+            return work()
+        answer = [None, False]
+        if self.rank == 0:
+            try:
+                answer = [work(), False]
+            except UserError as error:
+                answer, mistake = [None, True], error
+        dist.broadcast_object_list(answer)
+        if answer[1]:
+            raise mistake if self.rank == 0 else SystemExit(2)
+        return answer[0]
+
+    def spread(self, model, parallel):
+        """The module to call in training: `model`, ready for several processes. fsdp shards it in place, the loop as one
+        unit: the core is gathered once in forward and once in backward, however many steps it runs."""
+        if self.size > 1 and parallel == "ddp":
+            net = torch.nn.parallel.DistributedDataParallel(model)
+            self.exchange = lambda now: setattr(net, "require_backward_grad_sync", now)          # as DDP.no_sync() does
+            return net
+        if self.size > 1:
+            from torch.distributed.fsdp import fully_shard    # here: it takes a second to import
+            mesh = dist.init_device_mesh(model.embed.weight.device.type, (self.size,))
+            for module in (*model.prelude, model.recursion, *model.coda, model):
+                fully_shard(module, mesh=mesh)
+            self.exchange = model.set_requires_gradient_sync
+        return model
+
+
+ALONE = World({})
+
+
+def gathered(state):
+    """A state dict with its shards put together, which all ranks have to ask for at once."""
+    if isinstance(state, dict):
+        return {name: gathered(value) for name, value in state.items()}
+    return state.full_tensor().cpu() if hasattr(state, "full_tensor") else state
+
+
+def scattered(state, params):
+    """An optimizer's state dict with each tensor sharded as its parameter is."""
+    if not hasattr(params[0], "full_tensor"):
+        return state
+    from torch.distributed.tensor import distribute_tensor
+    place = lambda value, p: distribute_tensor(value.to(p.device), p.device_mesh, p.placements) if value.shape == p.shape else value
+    return {**state, "state": {i: {name: place(value, params[i]) for name, value in own.items()} for i, own in state["state"].items()}}
+
+
 # ------------------------------------------------------------------------------------------------- device, schedule, loss
 
 
-def pick_device(settings):
+def pick_device(settings, local_rank=0):
     """(device, dtype name, autocast context) as they will really be used."""
     name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and local_rank:
+        name = f"cuda:{local_rank}"
     try:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -169,14 +271,36 @@ def pick_device(settings):
     return device, dtype, autocast
 
 
+def last_step(s):
+    return s.max_iters if s.lr_decay_iters is None else s.lr_decay_iters
+
+
+def cooldown_start(s):
+    """First step of the trapezoid's cool-down."""
+    return max(0, last_step(s) - (math.ceil(last_step(s) / 5) if s.cooldown_iters is None else s.cooldown_iters))
+
+
+class Schedule(NamedTuple):
+    """What follows the warm-up: the rate falls from its peak at `begin` to min_lr at the last step, along `shape`."""
+    begin: Callable                # settings -> step
+    shape: Callable                # progress in [0, 1] -> share of the way that is still to fall
+    low: float                     # min_lr as a share of the peak
+
+
+SCHEDULES = {
+    "cosine": Schedule(lambda s: s.warmup_iters, lambda progress: 0.5 * (1 + math.cos(math.pi * progress)), 0.1),
+    "wsd": Schedule(cooldown_start, lambda progress: 1 - progress, 0.0),                     # warm-up, stable, decay  [MoR]
+}
+
+
 def learning_rate(step, s):
-    """Linear warm-up, then cosine to min_lr. The first step (0) already moves; any warm-up and length is legal."""
-    low = s.learning_rate / 10 if s.min_lr is None else s.min_lr
-    end = s.max_iters if s.lr_decay_iters is None else s.lr_decay_iters
+    """Linear warm-up, then as the schedule says. The first step (0) already moves; any warm-up and length is legal."""
     if step < s.warmup_iters:
         return s.learning_rate * (step + 1) / (s.warmup_iters + 1)
-    progress = min(1.0, (step - s.warmup_iters) / max(1, end - s.warmup_iters))
-    return low + 0.5 * (1 + math.cos(math.pi * progress)) * (s.learning_rate - low)
+    schedule = SCHEDULES[s.schedule]
+    low = s.learning_rate * schedule.low if s.min_lr is None else s.min_lr
+    progress = (step - schedule.begin(s)) / max(1, last_step(s) - schedule.begin(s))
+    return low + schedule.shape(min(1.0, max(0.0, progress))) * (s.learning_rate - low)
 
 
 def compile_parts(model, **options):
@@ -186,6 +310,17 @@ def compile_parts(model, **options):
         block.compile(**options)
     update = model.recursion.update
     update.read, update.write = torch.compile(update.read, **options), torch.compile(update.write, **options)
+
+
+def checkpoint_activations(model):
+    """Keep the input of every step alone, and of every block outside the loop (in a plain transformer: of every block);
+    backward computes the rest again. Noise is a function of (seed, step) and dropout's generator is set back, so what is
+    computed again is the same. In place, as compile_parts."""
+    again = lambda call: functools.partial(checkpoint, call, use_reentrant=False)
+    for block in model.blocks() if model.cfg.n_recur == 1 else (*model.prelude, *model.coda):
+        block.forward = again(block.forward)
+    if model.cfg.n_recur > 1:
+        model.recursion.step = again(model.recursion.step)
 
 
 def want_compile(choice, device):
@@ -200,38 +335,40 @@ def want_compile(choice, device):
         return False
 
 
-def step_gradients(model, batches, seeds, autocast):
+def step_gradients(net, batches, seeds, autocast, world=ALONE):
     """Accumulate the gradient of one optimizer step; returns (mean loss, depth). Each micro-batch weighs as much as the
-    targets that count in it, so the update does not depend on how a batch is cut."""
+    targets that count in it, so the update does not depend on how a batch is cut, into micro-batches or over processes."""
     counts = [(targets_BT != -100).sum() for _, targets_BT in batches]          # tensors: no waiting for the device here
+    total = world.sum(sum(counts)).clamp(min=1)
     loss, depth = 0.0, 0.0
-    for (ids_BT, targets_BT), count, seed in zip(batches, counts, seeds):
+    for i, ((ids_BT, targets_BT), count, seed) in enumerate(zip(batches, counts, seeds), 1):
         torch.manual_seed(seed[1])                            # dropout
         with autocast:
-            out = model(ids_BT, targets_BT, seed=seed)
-        share = count / sum(counts).clamp(min=1)
-        (out.loss * share).backward()
-        loss, depth = loss + out.loss.detach() * share, depth + out.depth_BT[0, 0] / len(batches)
-    return loss, depth
+            out = net(ids_BT, targets_BT, seed=seed)
+        world.exchange(i == len(batches))
+        (out.loss * (count / total * world.size)).backward()  # the exchange takes the mean over processes
+        loss, depth = loss + out.loss.detach() * (count / total), depth + out.depth_BT[0, 0] / len(batches)
+    return world.sum(loss), depth
 
 
 def clip_gradients(model, grad_clip):
     """The gradient norm before clipping."""
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    return gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
 
 
 @torch.no_grad()
-def evaluate(model, split, starts, depths, batch_size, device, autocast=contextlib.nullcontext()):
+def evaluate(model, split, starts, depths, batch_size, device, autocast=contextlib.nullcontext(), world=ALONE):
     """{depth: mean cross-entropy in nats per token} over fixed windows; plain, deterministic, noise off."""
-    was_training, sums = model.training, {depth: 0.0 for depth in depths}
+    was_training, sums = model.training, torch.zeros(len(depths), dtype=torch.float64)
     model.eval()
-    for i in range(0, len(starts), batch_size):
-        ids_BT, targets_BT = split.batch(starts[i : i + batch_size], device)
-        for depth in depths:
+    for i in range(0, math.ceil(len(starts) / world.size), batch_size):         # as many calls on every rank
+        mine = starts[world.rank :: world.size][i : i + batch_size]
+        ids_BT, targets_BT = split.batch(mine if len(mine) else starts[:1], device)
+        for k, depth in enumerate(depths):
             with autocast:
-                sums[depth] += model(ids_BT, targets_BT, depth=depth).losses["ce"].item() * len(ids_BT)
+                sums[k] += model(ids_BT, targets_BT, depth=depth).losses["ce"].item() * len(mine)
     model.train(was_training)
-    return {depth: total / len(starts) for depth, total in sums.items()}
+    return dict(zip(depths, (world.sum(sums) / len(starts)).tolist()))
 
 
 def eval_depths(cfg):
@@ -283,13 +420,34 @@ def hold(folder):
         pass
     except OSError:
         raise UserError(f"another process is training in {folder}; wait for it, or choose another folder with --out_dir=")
+    lock.truncate(0)
+    lock.write(launch())
+    lock.flush()
     return lock
+
+
+def launch():
+    """A name for the launch that this process belongs to, the same after torchrun has started its ranks again."""
+    return f"{platform.node()} {os.getppid()} {os.environ.get('TORCHELASTIC_RUN_ID', 'alone')}"
+
+
+def wanted_folder(settings):
+    return Path(settings.out_dir or Path("out") / (Path(settings.files[-1]).stem if settings.files else "run"))
+
+
+def interrupted(settings):
+    """The run that this launch has begun before a rank died and torchrun started all again; None without one."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        wanted = wanted_folder(settings)
+        for folder in (wanted, *wanted.parent.glob(f"{wanted.name}-*")):
+            lock = folder / ".lock"
+            if lock.is_file() and lock.read_text("utf-8") == launch() and (folder / "ckpt.pt").is_file():
+                return str(folder)
 
 
 def claim_folder(settings):
     """(folder, lock). A new run never enters a folder that holds one: it takes <out_dir>-2, -3, ..."""
-    name = Path(settings.files[-1]).stem if settings.files else "run"
-    folder = Path(settings.out_dir or Path("out") / name)
+    folder = wanted_folder(settings)
     if settings.init_from == "resume":
         if not (folder / "ckpt.pt").is_file():
             raise UserError(f"init_from=resume, but {folder / 'ckpt.pt'} does not exist; name the run with --out_dir=")
@@ -315,11 +473,22 @@ def write_whole(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
+        sync_folder(path.parent)
     except (OSError, RuntimeError) as error:                  # torch's own writer turns a full disk into a RuntimeError
         with contextlib.suppress(OSError):
             aside.unlink()
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: is the disk full?"
         raise UserError(f"could not save {path} ({reason}); what was there before is intact")
+
+
+def sync_folder(folder):
+    """A rename is on the disk when its folder is. (Windows has no such thing to ask for.)"""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def save_checkpoint(path, state):
@@ -358,24 +527,60 @@ def fitting(path):
 def check_resume(state, cfg, meta, settings):
     """Model keys and tokenizer must be those of the checkpoint; says which other keys change."""
     for name, value in asdict(cfg).items():
-        if state["model_config"].get(name, value) != value:
+        if name != "fused_loss" and state["model_config"].get(name, value) != value:
             raise UserError(f"resume: {name}={value!r}, but the checkpoint has {name}={state['model_config'][name]!r}; a model key "
                             f"cannot change (start a new run without --init_from=resume)")
-    if state["fingerprint"] != meta["fingerprint"]:
-        raise UserError(f"resume: the checkpoint was trained with tokenizer {state['tokenizer']!r} ({state['fingerprint']}), but data "
-                        f"set {settings.dataset!r} has {meta['tokenizer']!r} ({meta['fingerprint']}); use its own data set")
+    check_tokenizer(state, meta, settings)
+    if "optimizer" not in state:
+        raise UserError("resume: the checkpoint holds weights and no optimizer; a new run can start from them: --init_from=PATH")
     for name, value in settings.values.items():
-        if name in state["settings"] and name not in ("out_dir", "init_from") and state["settings"][name] != value:
+        if name in state["settings"] and name not in ("out_dir", "init_from", "cooldown_from") and state["settings"][name] != value:
             print(f"resume: {name} was {state['settings'][name]!r}, now {value!r}")
+
+
+def check_tokenizer(state, meta, settings):
+    if state["fingerprint"] != meta["fingerprint"]:
+        raise UserError(f"the checkpoint was trained with tokenizer {state['tokenizer']!r} ({state['fingerprint']}), but data "
+                        f"set {settings.dataset!r} has {meta['tokenizer']!r} ({meta['fingerprint']}); use its own data set")
+
+
+def starting_point(settings, folder):
+    """(checkpoint, its state) that the run begins with; (None, None) from scratch."""
+    if settings.init_from == "resume":
+        path = folder / "ckpt.pt"
+    else:
+        path = settings.cooldown_from or (settings.init_from if settings.init_from != "scratch" else None)
+        path = path and (Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path))
+    return path, path and load_checkpoint(path)
+
+
+def cool_down(settings):
+    """Turn the settings into those of a cool-down: it begins at the checkpoint's step, and the budget follows from it."""
+    state = load_checkpoint(Path(settings.cooldown_from))
+    with fitting(settings.cooldown_from):
+        step, then = state["step"], SimpleNamespace(**state["settings"])
+        stable = then.schedule == "wsd" and then.warmup_iters <= step <= cooldown_start(then)
+    if settings.schedule != "wsd" or not stable:
+        raise UserError(f"cooldown_from={settings.cooldown_from!r}: step {step} of a {then.schedule} run is not in the stable phase of a "
+                        f"trapezoid; train with --schedule=wsd --keep_interval=N and take one of its ckpt-*.pt up to the cool-down's start")
+    length = max(1, round(step / 4)) if settings.cooldown_iters is None else settings.cooldown_iters
+    for name, value in (("cooldown_iters", length), ("max_iters", step + length), ("lr_decay_iters", None)):
+        settings.values[name], settings.origins[name] = value, f"cooldown_from step {step}"
 
 
 class Log:
     """The same record as one aligned line on stdout and one JSON line in log.jsonl."""
 
-    def __init__(self, path):
-        self.path = path
-        with contextlib.suppress(FileNotFoundError):          # a kill or a full disk may have cut the last line short
+    def __init__(self, path, tensorboard=False):
+        self.path, self.board = path, None
+        with contextlib.suppress(OSError):                    # a kill or a full disk may have cut the last line short
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise UserError("tensorboard=True, but TensorBoard is not installed; pip install tensorboard, or leave the key out")
+            self.board = SummaryWriter(path.parent / "tensorboard")
 
     def write(self, line, **record):
         print(line, flush=True)
@@ -385,6 +590,27 @@ class Log:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise UserError(f"could not write {self.path} ({error.strerror}); the last checkpoint there is intact")
+        if self.board:
+            for name, value in record.items():
+                if type(value) in (int, float) and name != "step":
+                    self.board.add_scalar(f"{record['event']}/{name}", value, record["step"])
+            self.board.flush()
+
+
+class CtrlC:
+    """The first Ctrl-C asks the run to stop after the step at hand; a second one ends it at once."""
+
+    def __enter__(self):
+        self.asked, self.before = False, signal.signal(signal.SIGINT, self.ask)
+        return self
+
+    def ask(self, *_):
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        print("\nfinishing this step, then saving (Ctrl-C again quits at once)", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGINT, self.before)
 
 
 def human(seconds):
@@ -397,7 +623,7 @@ def human(seconds):
 # ------------------------------------------------------------------------------------------------------------- start page
 
 
-def estimate_seconds(model, settings, device, autocast, first_step):
+def estimate_seconds(model, settings, device, autocast, first_step, n_processes=1):
     """Time for the rest of the run, from a timed forward and backward of a few rows, scaled by counted FLOPs."""
     cfg, T = model.cfg, model.cfg.block_size
     flops = lambda depth: cfg.flops_per_token(T, depth=depth)
@@ -414,13 +640,13 @@ def estimate_seconds(model, settings, device, autocast, first_step):
         seconds = time.perf_counter() - start
     per_token = seconds / ids_BT.numel() / flops(cfg.n_recur)
     steps = max(0, settings.max_iters - first_step)
-    trained = steps * settings.batch_size * settings.gradient_accumulation_steps * T * flops(mean_depth)
+    trained = steps * settings.batch_size * settings.gradient_accumulation_steps * T * flops(mean_depth) / n_processes
     n_evals = 1 + (steps // settings.eval_interval if settings.eval_interval > 0 else 0)
-    evaluated = n_evals * settings.eval_tokens * sum(map(flops, eval_depths(cfg))) / 3
+    evaluated = n_evals * settings.eval_tokens * sum(map(flops, eval_depths(cfg))) / 3 / n_processes
     return per_token * (trained + evaluated)
 
 
-def start_page(settings, cfg, meta, folder, device, dtype, compiled):
+def start_page(settings, cfg, meta, folder, device, dtype, compiled, world):
     """What will run, printed before step 1."""
     T, B, A = cfg.block_size, settings.batch_size, settings.gradient_accumulation_steps
     changed = {k: v for k, v in settings.values.items() if settings.origins[k] != "default"}
@@ -429,6 +655,7 @@ def start_page(settings, cfg, meta, folder, device, dtype, compiled):
     lines += [f"  ({len(settings.values) - len(changed)} more keys at their defaults: {folder / 'config.py'})"]
     baselines = "   ".join(f"{name} {bits:.3f}" for name, bits in meta["baselines"].items())
     gate = f" update={cfg.update}" + (f" (gate bias {cfg.gate_bias:+g})" if cfg.update == "gate" else "")
+    several = f"; {world.size} processes ({settings.parallel}), {A // world.size} micro-batches each" if world.size > 1 else ""
     lines += [f"data       {settings.dataset}: " + ", ".join(f"{meta[split]['tokens']:,} {split} tokens" for split in prepare.SPLITS)
               + f", tokenizer {meta['tokenizer']} {meta['fingerprint']}, vocabulary {meta['vocab_size']} (model {cfg.vocab_size})",
               f"baselines  {baselines}   bits per byte on validation text",
@@ -437,11 +664,12 @@ def start_page(settings, cfg, meta, folder, device, dtype, compiled):
               f"depth      training {cfg.depth_sampling}" + (f" {cfg.min_depth}..{cfg.n_recur}" if cfg.depth_sampling == "uniform" else f" {cfg.n_recur}")
               + f", evaluation {', '.join(map(str, eval_depths(cfg)))}",
               f"step       {B} rows x {T} tokens x {A} accumulation = {B * T * A:,} tokens; {settings.max_iters:,} steps = "
-              f"{B * T * A * settings.max_iters / 1e6:,.2f}M tokens",
+              f"{B * T * A * settings.max_iters / 1e6:,.2f}M tokens" + several,
               f"machine    {device} {dtype}{' compiled' if compiled else ''}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"Python {platform.python_version()}, commit {commit()}",
               f"folder     {folder}"]
-    return "\n".join(lines + [f"note: {sentence}" for sentence in cfg.unused()])
+    alone = ["parallel='fsdp' has no effect on one process"] * (settings.parallel == "fsdp" and world.size == 1)
+    return "\n".join(lines + [f"note: {sentence}" for sentence in cfg.unused() + alone])
 
 
 # ------------------------------------------------------------------------------------------------------------------- main
@@ -449,14 +677,17 @@ def start_page(settings, cfg, meta, folder, device, dtype, compiled):
 
 def load_data(settings):
     """(meta, train split, validation split, model config): everything about the data is checked here."""
-    if settings.dataset == "stdlib" and not (Path(settings.data_dir) / "stdlib" / "meta.json").exists():
-        prepare.prepare("stdlib", data_dir=settings.data_dir)
     meta = prepare.load_meta(settings.data_dir, settings.dataset)
     cfg = settings.build(GPTConfig, vocab_size=padded_vocab(settings.vocab_size, meta))
     splits = [Split(settings.data_dir, settings.dataset, name, meta, cfg.block_size) for name in ("train", "val")]
     for split in splits:
         split.check_ids(cfg.vocab_size)
     return meta, *splits, cfg
+
+
+def make_default_data(settings):
+    if settings.dataset == "stdlib" and not (Path(settings.data_dir) / "stdlib" / "meta.json").exists():
+        prepare.prepare("stdlib", data_dir=settings.data_dir)
 
 
 def parse(argv):
@@ -472,116 +703,171 @@ def parse(argv):
                 if settings.origins.get(name) != "command line":
                     settings.origins[name] = origin
     check_ranges(settings, RANGES)
+    if settings.init_from not in ("scratch", "resume") and not Path(settings.init_from).exists():
+        raise UserError(f"{settings.origins['init_from']}: init_from={settings.init_from!r} is neither scratch, resume nor a checkpoint that exists")
     settings.build(GPTConfig, vocab_size=settings.vocab_size or 64)          # refuse a bad shape before touching data
     return settings
 
 
-def prepare_run(settings, cfg, meta, folder, device, dtype):
-    """(model, optimizer, first step, best validation loss) of a new or a continued run; says what will run."""
-    path, resumed = folder / "ckpt.pt", None
-    if settings.init_from == "resume":
-        resumed = load_checkpoint(path)
+def check_world(settings, world):
+    A, n = settings.gradient_accumulation_steps, world.size
+    if A % n:
+        fits = [value for value in (A // n * n, A // n * n + n) if value]
+        raise UserError(f"gradient_accumulation_steps={A} micro-batches (of batch_size={settings.batch_size} rows) cannot be shared by {n} "
+                        f"processes; use {' or '.join(map(str, fits))}")
+
+
+def prepare_run(settings, cfg, meta, folder, device, dtype, autocast, world):
+    """(model, module to call in training, optimizer, first step, last losses, seconds that the run will take about).
+    Says what will run."""
+    path, state = starting_point(settings, folder)
+    goes_on = settings.init_from == "resume" or settings.cooldown_from is not None      # else a checkpoint gives its weights alone
+    if state:
         with fitting(path):
-            check_resume(resumed, cfg, meta, settings)
+            check_resume(state, cfg, meta, settings) if goes_on else check_tokenizer(state, meta, settings)
     compiled = want_compile(settings.compile, device)
-    print(start_page(settings, cfg, meta, folder, device, dtype, compiled), flush=True)
-    write_whole(folder / "config.py", lambda file: file.write(settings.dump().encode("utf-8")))
+    print(start_page(settings, cfg, meta, folder, device, dtype, compiled, world), flush=True)
+    world.first(lambda: write_whole(folder / "config.py", lambda file: file.write(settings.dump().encode("utf-8"))))
 
     torch.manual_seed(settings.seed)
     model = GPT(cfg).to(device)
-    optimizer = torch.optim.AdamW(param_groups(model, settings.weight_decay), lr=settings.learning_rate,
-                                  betas=(settings.beta1, settings.beta2), fused=device.type in ("cpu", "cuda"))
-    first_step, best = 0, math.inf
-    if resumed:
+    first_step, losses = 0, {"val_loss": math.inf, "val_step": 0, "best_val_loss": math.inf}
+    if state:
         with fitting(path):
-            model.load_state_dict(resumed["model"])
-            optimizer.load_state_dict(resumed["optimizer"])
-            first_step, best = resumed["step"], resumed["best_val_loss"]
-        for group, decay in zip(optimizer.param_groups, (settings.weight_decay, 0.0)):
-            group.update(weight_decay=decay, betas=(settings.beta1, settings.beta2))
+            if not goes_on and cfg.block == "gpt2":           # a shorter context needs its own positions alone
+                state["model"]["positions.table.weight"] = state["model"]["positions.table.weight"][: cfg.block_size]
+            model.load_state_dict(state["model"])
+    if goes_on:
+        with fitting(path):
+            first_step, losses = state["step"], {name: state.get(name, state["step"]) for name in losses}
+    if settings.checkpoint_activations:
+        checkpoint_activations(model)
     if compiled:
         compile_parts(model)
-    return model, optimizer, first_step, best
+    seconds = estimate_seconds(model, settings, device, autocast, first_step, world.size)
+    net = world.spread(model, settings.parallel)
+    optimizer = torch.optim.AdamW(param_groups(model, settings.weight_decay), lr=settings.learning_rate,
+                                  betas=(settings.beta1, settings.beta2), fused=device.type in ("cpu", "cuda"))
+    if goes_on:
+        with fitting(path):
+            optimizer.load_state_dict(scattered(state["optimizer"], [p for group in optimizer.param_groups for p in group["params"]]))
+        for group, decay in zip(optimizer.param_groups, (settings.weight_decay, 0.0)):
+            group.update(weight_decay=decay, betas=(settings.beta1, settings.beta2))
+    return model, net, optimizer, first_step, losses, seconds
 
 
 def main(argv):
-    settings = parse(argv)
-    device, dtype, autocast = pick_device(settings)
-    meta, train_split, val_split, cfg = load_data(settings)
-    folder, lock = claim_folder(settings)
-    with lock:
-        model, *rest = prepare_run(settings, cfg, meta, folder, device, dtype)
-        run(model, *rest, settings, meta, train_split, val_split, folder, device, autocast)
-    if settings.sample_tokens:
-        text, encoding = write(model, meta, settings.sample_tokens), sys.stdout.encoding or "utf-8"
+    settings, world = parse(argv), World()
+    device, dtype, autocast = pick_device(settings, world.local_rank)
+    with world.together(device), contextlib.ExitStack() as held:
+        begun = world.first(lambda: interrupted(settings))
+        if begun:
+            print(f"starting again after an interruption: {begun} goes on from its last checkpoint")
+            settings = parse([f"{begun}/config.py", "--init_from=resume", f"--out_dir={begun}"])
+        elif settings.cooldown_from and settings.init_from != "resume":
+            cool_down(settings)
+        check_world(settings, world)
+        world.first(lambda: make_default_data(settings))
+        meta, train_split, val_split, cfg = load_data(settings)
+
+        def claim():
+            folder, lock = claim_folder(settings)
+            held.enter_context(lock)
+            return str(folder)
+        folder = Path(world.first(claim))
+        parts = prepare_run(settings, cfg, meta, folder, device, dtype, autocast, world)
+        run(*parts, settings, meta, train_split, val_split, folder, device, autocast, world)
+    if settings.sample_tokens and world.rank == 0:
+        text, encoding = write(folder, cfg, meta, settings.sample_tokens, device), sys.stdout.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)                # a terminal may know ASCII alone
         print(f"\nwhat it writes (more: python sample.py --out_dir={shlex.quote(str(folder))})\n{text}")
 
 
-def run(model, optimizer, first_step, best, s, meta, train_split, val_split, folder, device, autocast):
+def run(model, net, optimizer, first_step, losses, seconds, s, meta, train_split, val_split, folder, device, autocast, world):
     """From first_step to max_iters; the last step is always evaluated and saved."""
-    log, starts, cfg = Log(folder / "log.jsonl"), fixed_windows(val_split, s.eval_tokens), model.cfg
+    log = Log(folder / "log.jsonl", s.tensorboard) if world.rank == 0 else Log(Path(os.devnull))
+    starts, cfg = fixed_windows(val_split, s.eval_tokens), model.cfg
     tokens = s.batch_size * s.gradient_accumulation_steps * cfg.block_size
     bits = meta["val"]["tokens"] / meta["val"]["bytes"] / math.log(2)       # nats per token -> bits per byte
-    seconds = estimate_seconds(model, s, device, autocast, first_step)
     advice = ", try config/grt_tiny.py" if seconds > 86400 and device.type == "cpu" else ""
     log.write(f"time       about {human(seconds)}{advice}\n", event="start", step=first_step, estimated_seconds=seconds, commit=commit(),
-              torch=str(torch.__version__), python=platform.python_version(), settings=s.values, data=meta["source"])
+              torch=str(torch.__version__), python=platform.python_version(), processes=world.size, settings=s.values, data=meta["source"])
+    bad_step = torch.zeros((), dtype=torch.long, device=device)             # the first whose loss or gradient is not finite
 
-    def evaluate_and_save(step, best):
-        losses = evaluate(model, val_split, starts, eval_depths(cfg), s.batch_size, device, autocast)
-        loss = losses[cfg.n_recur]
+    def check_finite():
+        if bad_step:
+            raise UserError(f"the loss or its gradient is not finite at step {int(bad_step)}: training stops, and the last good checkpoint "
+                            f"is in {folder}; a lower learning_rate may help")
+
+    def save(step, name="ckpt.pt"):
+        state = {"format": FORMAT, "model": gathered(model.state_dict()), "optimizer": gathered(optimizer.state_dict()), "step": step, **losses,
+                 "model_config": asdict(cfg), "settings": dict(s.values), "tokenizer": meta["tokenizer"], "fingerprint": meta["fingerprint"],
+                 "commit": commit(), "torch": str(torch.__version__)}
+        world.first(lambda: save_checkpoint(folder / name, state))
+
+    def evaluate_and_save(step):
+        by_depth = evaluate(model, val_split, starts, eval_depths(cfg), s.batch_size, device, autocast, world)
+        loss = by_depth[cfg.n_recur]
         line = f"step {step:6d} | validation {loss:.4f} nats/token = {loss * bits:.4f} bits/byte"
-        if len(losses) > 1:
-            line += " | by depth " + "  ".join(f"{d}: {value * bits:.3f}" for d, value in losses.items())
-        log.write(line, event="eval", step=step, val_loss=loss, bits_per_byte=loss * bits, by_depth=losses)
+        if len(by_depth) > 1:
+            line += " | by depth " + "  ".join(f"{d}: {value * bits:.3f}" for d, value in by_depth.items())
+        log.write(line, event="eval", step=step, val_loss=loss, bits_per_byte=loss * bits, by_depth=by_depth)
         if not math.isfinite(loss):
             raise UserError(f"the validation loss at step {step} is {loss}; nothing was saved over the last good checkpoint")
-        best = min(best, loss)
-        save_checkpoint(folder / "ckpt.pt", {
-            "format": FORMAT, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "val_loss": loss,
-            "best_val_loss": best, "model_config": asdict(cfg), "settings": dict(s.values), "tokenizer": meta["tokenizer"],
-            "fingerprint": meta["fingerprint"], "commit": commit(), "torch": str(torch.__version__)})
-        return best
+        losses.update(val_loss=loss, val_step=step, best_val_loss=min(losses["best_val_loss"], loss))
+        save(step)
 
     model.train()
     if first_step == 0:
-        best = evaluate_and_save(0, best)                     # sanity: near ln(vocabulary) before anything is learned
+        evaluate_and_save(0)                                  # sanity: near ln(vocabulary) before anything is learned
     clock, clock_step = time.perf_counter(), first_step
-    for step in range(first_step, s.max_iters):
-        lr = learning_rate(step, s)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        micro = range(s.gradient_accumulation_steps)
-        batches = [get_batch(train_split, s.batch_size, fold_in(s.seed, "data", step, i), device) for i in micro]
-        seeds = [(fold_in(s.seed, "shared", step, i), fold_in(s.seed, "own", step, i, 0)) for i in micro]
-        loss, depth = step_gradients(model, batches, seeds, autocast)
-        norm = clip_gradients(model, s.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        done = step + 1
-        if done % s.log_interval == 0 or done == s.max_iters:
-            loss, depth, now = float(loss), float(depth), time.perf_counter()
-            if not math.isfinite(loss):
-                raise UserError(f"the training loss at step {done} is {loss}; the last good checkpoint is in {folder}")
-            rate = (done - clock_step) * tokens / (now - clock)
-            gate, left = mean_gate(model, batches[0][0][:1]), (s.max_iters - done) * tokens / rate
-            log.write(f"step {done:6d} | loss {loss:.4f} | lr {lr:.2e} | norm {float(norm):6.2f} | depth {depth:4.3g} | gate "
-                      f"{'   - ' if gate is None else f'{gate:.3f}'} | {rate:7,.0f} tok/s | {human(left)} left", event="step", step=done,
-                      loss=loss, lr=lr, grad_norm=float(norm), depth=depth, gate=gate, tokens_per_second=rate)
-            clock, clock_step = time.perf_counter(), done
-        if done == s.max_iters or (s.eval_interval > 0 and done % s.eval_interval == 0):
-            before = time.perf_counter()
-            best = evaluate_and_save(done, best)
-            clock += time.perf_counter() - before             # evaluation is not training time
+    with CtrlC() as ctrl_c:
+        for step in range(first_step, s.max_iters):
+            lr = learning_rate(step, s)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            micro = range(s.gradient_accumulation_steps // world.size)
+            batches = [get_batch(train_split, s.batch_size, fold_in(s.seed, "data", step, i * world.size + world.rank), device) for i in micro]
+            seeds = [(fold_in(s.seed, "shared", step, i), fold_in(s.seed, "own", step, i, world.rank)) for i in micro]
+            loss, depth = step_gradients(net, batches, seeds, autocast, world)
+            norm = clip_gradients(model, s.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            done = step + 1
+            bad_step = torch.where((bad_step == 0) & ~torch.isfinite(loss + norm), done, bad_step)
+            if done % s.log_interval == 0 or done == s.max_iters:
+                check_finite()
+                loss, depth, now = float(loss), float(depth), time.perf_counter()
+                rate, update_ms = (done - clock_step) * tokens / (now - clock), (now - clock) / (done - clock_step) * 1e3
+                gate, left = mean_gate(model, batches[0][0][:1]), (s.max_iters - done) * tokens / rate
+                log.write(f"step {done:6d} | loss {loss:.4f} | lr {lr:.2e} | norm {float(norm):6.2f} | depth {depth:4.3g} | gate "
+                          f"{'   - ' if gate is None else f'{gate:.3f}'} | {update_ms:7,.0f} ms | {rate:7,.0f} tok/s | {human(left)} left",
+                          event="step", step=done, loss=loss, lr=lr, grad_norm=float(norm), depth=depth, gate=gate,
+                          ms_per_update=update_ms, tokens_per_update=tokens, tokens_per_second=rate)
+                clock, clock_step = time.perf_counter(), done
+            before, evaluated = time.perf_counter(), done == s.max_iters or (s.eval_interval > 0 and done % s.eval_interval == 0)
+            if evaluated:
+                check_finite()
+                evaluate_and_save(done)
+            if (s.keep_interval and done % s.keep_interval == 0) or (s.schedule == "wsd" and done == cooldown_start(s)):
+                check_finite()
+                save(done, f"ckpt-{done:08d}.pt")
+            if world.any(ctrl_c.asked):
+                check_finite()
+                if not evaluated:
+                    save(done)
+                print(f"stopped after step {done}; go on with: python train.py --init_from=resume --out_dir={shlex.quote(str(folder))}")
+                raise KeyboardInterrupt
+            clock += time.perf_counter() - before             # evaluating and saving are not training time
     if first_step > 0 and first_step >= s.max_iters:
         print(f"the run is at step {first_step} and max_iters={s.max_iters}: nothing is left to train, only to evaluate")
-        evaluate_and_save(first_step, best)
+        evaluate_and_save(first_step)
 
 
-def write(model, meta, n_tokens, seed=0):
-    """A short text from the trained model, from an empty start."""
-    tokenizer, device = prepare.get_tokenizer(meta["tokenizer"]), model.embed.weight.device
+def write(folder, cfg, meta, n_tokens, device="cpu", seed=0):
+    """A short text from the run's checkpoint, from an empty start."""
+    tokenizer, model = prepare.get_tokenizer(meta["tokenizer"]), GPT(cfg).to(device)
+    model.load_state_dict(load_checkpoint(folder / "ckpt.pt")["model"])
     rng = generator(seed, device)
     ids = [row[0] for row in stream(model, [[tokenizer.eot_token]], n_tokens, temperature=0.8, top_k=50, generator=rng)]
     return tokenizer.decode([i for i in ids if i < tokenizer.n_vocab], errors="replace")
