@@ -3,6 +3,8 @@
     python -m pytest -q tests/test_docs.py
 """
 import ast
+import fnmatch
+import json
 import os
 import re
 import shlex
@@ -88,17 +90,61 @@ def test_every_line_of_a_config_has_its_reason_there_or_in_the_config_it_follows
     assert {setting.strip() for setting, _, reason in lines if not reason} <= reasoned
 
 
+def rows_of_configs():
+    """([config, or a pattern with *, relative to config/ without .py], [layouts]) of each row of the README's table."""
+    table = README.split("| config | layout | what it is |\n")[1].split("\n\n")[0]
+    for row in table.splitlines()[1:]:
+        words, layouts = re.findall(r"`([^`]+)`", row.split("|")[1]), re.findall(r"\d+\+\d+x\d+\+\d+", row.split("|")[2])
+        names = words[:1]
+        for word in words[1:]:                                          # `_large` after grt_small; `cycle*` in the folder of the first
+            names.append(names[0].rpartition("_")[0] + word if word.startswith("_") else names[0].rpartition("/")[0] + "/" * ("/" in names[0]) + word)
+        yield names, layouts
+
+
+def stem(path):
+    return path.relative_to(ROOT / "config").with_suffix("").as_posix()
+
+
 def test_every_config_that_is_named_exists_and_every_one_that_exists_is_named():
-    named = set(re.findall(r"\b(?:grt|gpt|gpt2|recursive|mor)_\w+", README))
-    ends = {stem + end for stem in re.findall(r"`(\w+)_\w+`(?:, `_\w+`)+", README) for end in re.findall(r"`(_\w+)`", README)}
-    stems = {path.stem for path in CONFIGS}
-    assert named <= stems and stems <= named | ends
-    assert set(re.findall(r"config/\w+\.py", README)) - set(STAND_INS) - {"config/__init__.py"} <= {f"config/{stem}.py" for stem in stems}
+    there, patterns = {stem(path) for path in CONFIGS}, [name for names, _ in rows_of_configs() for name in names]
+    for pattern in patterns:
+        assert len(pattern.rpartition("/")[2].strip("*_")) > 3 and fnmatch.filter(there, pattern), pattern
+    in_commands = set(re.findall(r"config/([\w/]+)\.py", README)) - {"NAME", "more", "__init__"}
+    assert in_commands <= there
+    assert {name for name in there - in_commands if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)} == set()
+    in_text = set(re.findall(r"\b(?:grt|gpt2?|mor|vanilla|recursive\d?|(?:middle_)?(?:cycle|sequence)\d)_\w+", README))
+    assert in_text <= {name.rpartition("/")[2] for name in there}
+
+
+def test_the_table_of_configs_gives_their_layouts():
+    built = {stem(path): train.parse([str(path)]).build(model.GPTConfig, vocab_size=320).layout for path in CONFIGS}
+    rows = list(rows_of_configs())
+    assert len(rows) > 5
+    for names, layouts in rows:
+        assert layouts
+        if any("*" in name for name in names):                          # some of a family, in any order
+            assert set(layouts) <= {built[name] for pattern in names for name in fnmatch.filter(built, pattern)}
+        else:
+            assert layouts == [built[name] for name in names] or layouts == [built[names[0]]]
+
+
+def test_every_config_says_in_its_docstring_what_it_is():
+    for path in CONFIGS:
+        cfg = train.parse([str(path)]).build(model.GPTConfig, vocab_size=320)
+        first = (DOCS[str(path.relative_to(ROOT))].splitlines() or [""])[0]
+        assert cfg.layout in first, path
+
+
+def test_what_the_readme_says_of_published_numbers_that_do_not_follow_is_in_the_file_of_them():
+    section = README.split("## Published numbers\n")[1].split("\n## ")[0]
+    rows = json.loads((ROOT / "config" / "published.json").read_text("utf-8"))["rows"]
+    denied = {f"{row['value']:g}" for row in rows if row["agrees"] is False}
+    assert denied == set(re.findall(r"\d+(?:\.\d+)?", " ".join(re.findall(r"^\| [^|]*: ([^|]*)", section, re.M))))
 
 
 def test_every_file_that_the_readme_names_exists():
     there = {str(path.relative_to(ROOT)) for pattern in ("*", "config/*", "tests/*", ".ci/*") for path in ROOT.glob(pattern)}
-    names = re.findall(r"(?<![\w/-])((?:(?:config|tests|\.ci)/)?[\w-]+\.(?:py|md|txt|toml))\b", README)
+    names = re.findall(r"(?<![\w/-])((?:(?:config|tests|\.ci)/)?[\w-]+\.(?:py|md|txt|toml|json))\b", README)
     assert {"model.py", "train.py", "sample.py"} <= set(names) and set(names) <= there | set(STAND_INS)
 
 

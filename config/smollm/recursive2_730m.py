@@ -1,0 +1,31 @@
+"""Recursive-2 at the 730M shape, 1+12x2+1: twelve blocks run twice between two of their own  [MoR's rule, our layout].
+
+No layout is published for this size and N=2: 12 x 2 + 2 = 26 follows from the layers, as for the others.
+Meant for one 80 GB GPU for two or three days.
+Data: python prepare.py fineweb-edu --tokenizer=gpt2 --max_tokens=11e9   (22 GB on disk)
+GPT-2's vocabulary has 50,257 tokens and SmolLM's 49,152: table and head grow by 2.3%, and a loss per token is one of other tokens, to be
+compared with the other configs here and not with the paper's.
+"""
+block = "llama"                         # RMSNorm, RoPE, SwiGLU, no biases, as in SmolLM
+n_embd = 1536                           # the width between SmolLM-360M and 1.7B  [MoR]
+n_head = 24                             # heads of 64
+n_kv_head = 8                           # three query heads share their keys and values
+n_ffn = 4096                            # 8/3 of the width
+n_prelude = 1                           # the first block: its own weights, run once
+n_core = 12                             # blocks that the steps share
+n_recur = 2                             # 1+12x2+1 executes 26 blocks and owns 14
+n_coda = 1                              # the last block: its own weights, run once
+sharing = "middle_cycle"                # all of them in order, twice: 0..11, 0..11
+update = "replace"                      # h = core(h): no anchor, no gate; every token takes every step
+block_size = 2048                       # the paper's context  [MoR]
+dataset = "fineweb-edu"                 # documents joined by end-of-text, packed  [MoR]
+batch_size = 8                          # rows that fit one 80 GB GPU; the next line keeps the product
+gradient_accumulation_steps = 128       # 8 x 128 x 2048 = 2,097,152 tokens per step  [MoR: 1024 rows]
+max_iters = 4810                        # 10.1 billion tokens, 16.5e18 FLOPs forward  [MoR, by its formula]
+schedule = "wsd"                        # warm-up, constant, then linear to 0 over the last fifth  [MoR]
+learning_rate = 3e-3                    # [MoR]
+warmup_iters = 57                       # that of the released 360M runs  [MoR]
+weight_decay = 0.1                      # matrices and tables, not norms  [MoR]
+grad_clip = 1.0                         # [MoR]
+dropout = 0.0                           # [MoR]
+eval_tokens = 2**20                     # 512 windows: rows of the published table differ by hundredths of a nat

@@ -1,0 +1,31 @@
+"""Recursive-4 at SmolLM-360M's shape, 1+8x4+1: eight blocks run four times between two of their own  [MoR, isoFLOP].
+
+34 blocks are executed where vanilla has 32: the 30 between first and last do not divide by 4 and are rounded up.
+Meant for one 80 GB GPU for two or three days.
+Data: python prepare.py fineweb-edu --tokenizer=gpt2 --max_tokens=20e9   (40 GB on disk)
+GPT-2's vocabulary has 50,257 tokens and SmolLM's 49,152: table and head grow by 2.3%, and a loss per token is one of other tokens, to be
+compared with the other configs here and not with the paper's.
+"""
+block = "llama"                         # RMSNorm, RoPE, SwiGLU, no biases, as in SmolLM
+n_embd = 960                            # SmolLM-360M's width
+n_head = 15                             # heads of 64
+n_kv_head = 5                           # three query heads share their keys and values
+n_ffn = 2560                            # 8/3 of the width
+n_prelude = 1                           # the first block: its own weights, run once
+n_core = 8                              # blocks that the steps share
+n_recur = 4                             # 1+8x4+1 executes 34 blocks and owns 10
+n_coda = 1                              # the last block: its own weights, run once
+sharing = "middle_cycle"                # all of them in order, four times: 0..7, 0..7, 0..7, 0..7
+update = "replace"                      # h = core(h): no anchor, no gate; every token takes every step
+block_size = 2048                       # the paper's context  [MoR]
+dataset = "fineweb-edu"                 # documents joined by end-of-text, packed  [MoR]
+batch_size = 16                         # rows that fit one 80 GB GPU; the next line keeps the product
+gradient_accumulation_steps = 64        # 16 x 64 x 2048 = 2,097,152 tokens per step  [MoR: 1024 rows]
+max_iters = 8883                        # 18.6 billion tokens, 16.5e18 FLOPs forward  [MoR, released]
+schedule = "wsd"                        # warm-up, constant, then linear to 0 over the last fifth  [MoR]
+learning_rate = 3e-3                    # [MoR]
+warmup_iters = 57                       # [MoR, released runs]
+weight_decay = 0.1                      # matrices and tables, not norms  [MoR]
+grad_clip = 1.0                         # [MoR]
+dropout = 0.0                           # [MoR]
+eval_tokens = 2**20                     # 512 windows: rows of the published table differ by hundredths of a nat

@@ -1,0 +1,26 @@
+"""Vanilla at SmolLM-360M's shape, 0+32x1+0: the dense model beside recursive2, 3 and 4, with the same recipe  [MoR, isoFLOP].
+
+Meant for one 80 GB GPU for two or three days.
+Data: python prepare.py fineweb-edu --tokenizer=gpt2 --max_tokens=21e9   (42 GB on disk)
+GPT-2's vocabulary has 50,257 tokens and SmolLM's 49,152: table and head grow by 2.3%, and a loss per token is one of other tokens, to be
+compared with the other configs here and not with the paper's.
+"""
+block = "llama"                         # RMSNorm, RoPE, SwiGLU, no biases, as in SmolLM
+n_embd = 960                            # SmolLM-360M's width
+n_head = 15                             # heads of 64
+n_kv_head = 5                           # three query heads share their keys and values
+n_ffn = 2560                            # 8/3 of the width
+n_core = 32                             # blocks, each with its own weights
+n_recur = 1                             # no loop
+block_size = 2048                       # the paper's context  [MoR]
+dataset = "fineweb-edu"                 # documents joined by end-of-text, packed  [MoR]
+batch_size = 16                         # rows that fit one 80 GB GPU; the next line keeps the product
+gradient_accumulation_steps = 64        # 16 x 64 x 2048 = 2,097,152 tokens per step  [MoR: 1024 rows]
+max_iters = 9438                        # 19.8 billion tokens, 16.5e18 FLOPs forward  [MoR, released]
+schedule = "wsd"                        # warm-up, constant, then linear to 0 over the last fifth  [MoR]
+learning_rate = 3e-3                    # [MoR]
+warmup_iters = 57                       # [MoR, released runs]
+weight_decay = 0.1                      # matrices and tables, not norms  [MoR]
+grad_clip = 1.0                         # [MoR]
+dropout = 0.0                           # [MoR]
+eval_tokens = 2**20                     # 512 windows: rows of the published table differ by hundredths of a nat
