@@ -181,9 +181,11 @@ class World:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             try:
-                dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+                store, rank, size = next(dist.rendezvous("env://"))
+                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)    # no addresses of dead ranks
+                dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size)
             except (ValueError, RuntimeError) as error:
-                raise UserError(f"WORLD_SIZE={self.size}, but the processes do not find each other ({str(error).splitlines()[0][:80]}); start "
+                raise UserError(f"WORLD_SIZE={self.size}, but the processes do not find each other ({str(error).splitlines()[0][:120]}); start "
                                 f"them with torchrun, or unset RANK and WORLD_SIZE")
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
             with contextlib.redirect_stdout(nowhere if self.rank else sys.stdout):
@@ -343,9 +345,9 @@ def step_gradients(net, batches, seeds, autocast, world=ALONE):
     loss, depth = 0.0, 0.0
     for i, ((ids_BT, targets_BT), count, seed) in enumerate(zip(batches, counts, seeds), 1):
         torch.manual_seed(seed[1])                            # dropout
+        world.exchange(i == len(batches))                     # DDP has to know it before the forward pass
         with autocast:
             out = net(ids_BT, targets_BT, seed=seed)
-        world.exchange(i == len(batches))
         (out.loss * (count / total * world.size)).backward()  # the exchange takes the mean over processes
         loss, depth = loss + out.loss.detach() * (count / total), depth + out.depth_BT[0, 0] / len(batches)
     return world.sum(loss), depth

@@ -1,0 +1,106 @@
+"""What the processes of test_parallel.py do: each name given is one run of train.py, looked at from inside.
+
+    torchrun --nproc_per_node=2 tests/ranks.py FOLDER NAME ...        (test_parallel.py does this)
+
+All in float64, so that sums in another order stay equal to many places. Rank r leaves NAME.r.pt in FOLDER.
+"""
+import functools
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import config  # noqa: E402, F401  before torch
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from toy import flags  # noqa: E402
+
+import train  # noqa: E402
+
+CALM = dict(depth_sampling="fixed", state_noise=0.0, gate_noise=0.0, gradient_accumulation_steps=4, max_iters=10)
+WILD = dict(gradient_accumulation_steps=4, max_iters=20, eval_interval=4, dropout=0.1)
+SHORT = dict(WILD, max_iters=5, lr_decay_iters=20)
+RUNS = {
+    "ddp": dict(CALM), "fsdp": dict(CALM, parallel="fsdp"),
+    "ddp half": dict(CALM, max_iters=5, lr_decay_iters=10), "fsdp half": dict(CALM, max_iters=5, lr_decay_iters=10, parallel="fsdp"),
+    "wild ddp": dict(WILD), "wild fsdp": dict(WILD, parallel="fsdp"), "broken": dict(WILD), "stopped": dict(WILD),
+    "lean ddp": dict(SHORT, checkpoint_activations=True), "lean fsdp": dict(SHORT, checkpoint_activations=True, parallel="fsdp"),
+    "compiled": dict(SHORT, compile=True), "compiled fsdp": dict(SHORT, compile=True, parallel="fsdp"),
+    "gathers": dict(CALM, max_iters=2, log_interval=100, gradient_accumulation_steps=2, parallel="fsdp"),
+    "on 4": dict(CALM, init_from="resume", parallel="fsdp"), "odd": dict(CALM, gradient_accumulation_steps=5),
+}
+
+
+class Watched:
+    """train.py's functions with an ear at each: depths, data, gradients, gathers of the core, and the weights at the end."""
+
+    def __init__(self, name):
+        self.name, self.seen = name, {"depths": [], "first_ids": [], "gradients": None, "events": [], "weights": None}
+        self.step_gradients, self.clip, self.run, self.step = train.step_gradients, train.clip_gradients, train.run, 0
+
+    def __enter__(self):
+        from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
+        self.group, self.gather, self.backward = group, group.foreach_all_gather, torch.Tensor.backward
+        train.step_gradients, train.clip_gradients, train.run = self.on_step, self.on_clip, self.on_run
+        group.foreach_all_gather = self.on_gather
+        torch.Tensor.backward = lambda tensor, *args, **kwargs: self.on_backward(tensor, *args, **kwargs)
+        return self.seen
+
+    def __exit__(self, *_):
+        train.step_gradients, train.clip_gradients, train.run = self.step_gradients, self.clip, self.run
+        self.group.foreach_all_gather, torch.Tensor.backward = self.gather, self.backward
+
+    def on_step(self, net, batches, *args):
+        self.step += 1
+        rank, again = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        if self.name == "broken" and self.step == 10 and rank == 1 and not again:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.name == "stopped" and self.step == 3 and rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        self.seen["events"].append("step")
+        self.seen["first_ids"].append([ids_BT[0].tolist() for ids_BT, _ in batches])
+        loss, depth = self.step_gradients(net, batches, *args)
+        self.seen["depths"].append(float(depth))
+        return loss, depth
+
+    def on_clip(self, model, grad_clip):
+        if self.seen["gradients"] is None:
+            self.seen["gradients"] = {name: train.gathered(p.grad).clone() for name, p in model.named_parameters()}
+        return self.clip(model, grad_clip)
+
+    def on_run(self, model, *args):
+        try:
+            self.run(model, *args)
+        finally:
+            self.seen["weights"] = train.gathered(model.state_dict())
+
+    def on_gather(self, params, *args, **kwargs):
+        if any("recursion" in p._param_fqn for p in params):
+            self.seen["events"].append("core")
+        return self.gather(params, *args, **kwargs)
+
+    def on_backward(self, *args, **kwargs):
+        self.seen["events"].append("backward")
+        return self.backward(*args, **kwargs)
+
+
+def main(folder, *names):
+    os.chdir(folder)
+    torch.set_default_dtype(torch.float64)
+    train.want_compile, train.compile_parts = lambda choice, device: choice is True, functools.partial(train.compile_parts, backend="eager")
+    with train.World().together(torch.device("cpu")):
+        for name in names:
+            with Watched(name) as seen:
+                try:
+                    train.main(["toy.py", *flags(**RUNS[name], out_dir=f"out/{name}")])
+                    seen["end"] = "done"
+                except (KeyboardInterrupt, SystemExit, train.UserError) as end:
+                    seen["end"] = f"{type(end).__name__} {end}"
+            torch.save(seen, f"{name}.{dist.get_rank()}.pt")
+            dist.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
