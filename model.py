@@ -703,17 +703,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_ND, table_VD, target_N, learn):
-        total, n = 0.0, max(512, 2**22 // len(table_VD))                 # tokens at a time
+        sums, n = [], max(512, 2**22 // len(table_VD))                   # tokens at a time
         ctx.grads = dx_ND, dtable_VD = [torch.zeros_like(w) if learn else w for w in (x_ND, table_VD)]
         for x_nD, dx_nD, target_n in zip(x_ND.split(n), dx_ND.split(n), target_N.split(n)):
             logits_nV, counts_n1 = at_least_fp32(F.linear(x_nD, table_VD)), (target_n != -100)[:, None]
             index_n1, sum_n1 = target_n.clamp(min=0)[:, None], logits_nV.logsumexp(-1, keepdim=True)
-            total = total + ((sum_n1 - logits_nV.gather(1, index_n1)) * counts_n1).sum()
+            sums.append(((sum_n1 - logits_nV.gather(1, index_n1)) * counts_n1).sum())
             if learn:                                                    # d CE / d logits = softmax - one-hot, in their place
                 d_nV = logits_nV.sub_(sum_n1).exp_().scatter_add_(1, index_n1, -torch.ones_like(sum_n1)).mul_(counts_n1).to(x_nD.dtype)
                 dx_nD.copy_(d_nV @ table_VD)
                 dtable_VD += d_nV.T @ x_nD
-        return total
+        return torch.stack(sums).sum()
 
     @staticmethod
     def backward(ctx, scale):

@@ -221,7 +221,7 @@ class World:
         """The module to call in training: `model`, ready for several processes. fsdp shards it in place, the loop as one
         unit: the core is gathered once in forward and once in backward, however many steps it runs."""
         if self.size > 1 and parallel == "ddp":
-            net = torch.nn.parallel.DistributedDataParallel(model)
+            net = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
             self.exchange = lambda now: setattr(net, "require_backward_grad_sync", now)          # as DDP.no_sync() does
             return net
         if self.size > 1:
@@ -355,7 +355,8 @@ def step_gradients(net, batches, seeds, autocast, world=ALONE):
 
 def clip_gradients(model, grad_clip):
     """The gradient norm before clipping."""
-    return gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm          # a shard of it where the weights are sharded
 
 
 @torch.no_grad()
@@ -521,7 +522,7 @@ def fitting(path):
     """Around all that takes a checkpoint apart: parts that are not there or do not fit are one line."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{path} is not a whole checkpoint of this program ({reason[:150]}); use another run or train again")
 

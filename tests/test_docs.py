@@ -18,13 +18,14 @@ import torch
 
 import bench
 import config
+import eval as evaluation
 import model
 import prepare
 import sample
 import train
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"model": model, "train": train, "sample": sample, "bench": bench, "prepare": prepare}
+SCRIPTS = {"model": model, "train": train, "sample": sample, "bench": bench, "eval": evaluation, "prepare": prepare}
 CONFIGS = sorted((ROOT / "config").rglob("[!_]*.py"))
 DOCS = {"README.md": (ROOT / "README.md").read_text("utf-8"), **{f"{name}.py": module.__doc__ for name, module in SCRIPTS.items()},
         **{str(path.relative_to(ROOT)): ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "" for path in CONFIGS}}
@@ -36,7 +37,7 @@ STAND_INS = {"CONFIG": "config/grt_tiny.py", "config/NAME.py": "config/grt_tiny.
 def commands():
     """(where, script, arguments) of every `python SCRIPT.py ...` in the documents."""
     for where, text in DOCS.items():
-        for script, rest in re.findall(r"python (\w+)\.py([^`\n]*)", text):
+        for script, rest in re.findall(r"(?:python|torchrun \S+) (\w+)\.py([^`\n]*)", text):
             if script in SCRIPTS:
                 line = re.split(r"\s#|\s{3,}|&&|\||[;,:)]\s|[;,:)]$|\.$", rest)[0]
                 yield where, script, [word for word in (STAND_INS.get(w, w) for w in shlex.split(re.sub(r"[\[\]]", "", line))) if word]
@@ -44,8 +45,8 @@ def commands():
 
 def parse(script, argv):
     schema = {"model": [model.GPTConfig, train.TrainConfig], "train": [model.GPTConfig, train.TrainConfig], "sample": [sample.SampleConfig],
-              "bench": [model.GPTConfig, train.TrainConfig, bench.BenchConfig], "prepare": [prepare.PrepareConfig]}[script]
-    return config.parse(argv, schema, "", words={"bench": "MODE", "prepare": ("SOURCE", 1)}.get(script))
+              "bench": [model.GPTConfig, train.TrainConfig, bench.BenchConfig], "eval": [evaluation.EvalConfig], "prepare": [prepare.PrepareConfig]}[script]
+    return config.parse(argv, schema, "", words={"bench": "MODE", "prepare": ("SOURCE", 1), "eval": ("", 99)}.get(script))
 
 
 @pytest.mark.parametrize("where, script, argv", list(commands()), ids=lambda value: value if isinstance(value, str) else " ".join(value))
@@ -54,7 +55,9 @@ def test_every_command_in_the_documents_is_understood(where, script, argv, monke
     settings = parse(script, argv)
     if script == "bench":
         assert settings.words and settings.words[0] in bench.MODES and settings.files
-    if script == "train":
+    if script == "eval":
+        assert set(settings.words) <= set(evaluation.PARTS)
+    if script == "train" and settings.init_from in ("scratch", "resume"):           # others name a run of the reader's
         train.parse(argv)
 
 
@@ -63,7 +66,7 @@ def test_there_are_commands_for_every_script():
 
 
 def test_every_flag_in_the_readme_is_a_key_of_some_script():
-    known = {name for script in SCRIPTS for name in parse(script, []).values} | {"help"}
+    known = {name for script in SCRIPTS for name in parse(script, []).values} | {"help", "nproc_per_node"}          # the last is torchrun's
     assert set(re.findall(r"--([A-Za-z_]+)(?![\w-])", README)) <= known
 
 
