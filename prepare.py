@@ -1,22 +1,32 @@
 """Turns text into the token files that train.py reads: `data/NAME/train.bin`, `val.bin` and `meta.json`.
 
     python prepare.py [SOURCE] [--name=NAME] [--tokenizer=bytes] [--val_fraction=0.05]
+    python prepare.py fineweb-edu --tokenizer=gpt2 --max_tokens=1e9 --num_proc=8
 
-SOURCE is `stdlib` (the default: the source code of Python's own library, so nothing is downloaded), a text file, a
-JSONL file (.jsonl), or a folder of such files. A file is one document, in JSONL a line is one; empty ones are left out.
+SOURCE is `stdlib` (the default: the source code of Python's own library, so nothing is downloaded), a text file, a JSONL
+(.jsonl) or Parquet (.parquet) file, a folder of such files, or a set on the Hugging Face Hub by its short name:
+`shakespeare`, `tinystories`, `openwebtext`, `fineweb-edu`. A short name wins over a file of that name; write ./shakespeare
+for the file. A file is one document, in JSONL a line is one, in Parquet and on the Hub a row; empty ones are left out.
+fineweb-edu is SmolLM's corpus, and trains here with GPT-2's vocabulary, as SmolLM's shapes do: tiktoken has none of 49,152.
 A .bin file is nothing but token ids, little-endian uint16 or uint32, with one end-of-text token after each document.
 Documents are packed: a training window may hold several, and they see each other.
 The letters `<|endoftext|>` inside a document are ordinary text, never that token.
 """
+import codecs
 import errno
 import hashlib
+import itertools
 import json
+import logging
 import lzma
+import math
 import os
 import platform
+import queue
 import re
 import shlex
 import shutil
+import sys
 import sysconfig
 import tempfile
 import threading
@@ -35,8 +45,9 @@ from config import UserError, key
 FORMAT = 1                  # of a data set's folder; load_meta refuses any other
 SPLITS = ("train", "val")
 PIECE = 1 << 20             # bytes of text read, tokenised and written at a time: memory does not grow with the corpus
-XZ_BYTES = 8 << 20          # xz is slow, and by then its ratio has settled
-PATIENCE = 8                # seconds for tiktoken to load or download; by itself it waits for ever on a dead line
+XZ_BYTES = 1 << 19          # xz takes four times as long as a tokenizer: enough for scale, not for a benchmark of xz
+PATIENCE = 7                # seconds for a first answer from the network; libraries retry for minutes, or wait for ever
+STALL = 60                  # seconds for each further answer
 NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 
 
@@ -46,8 +57,10 @@ class PrepareConfig:
     name: str | None = key(None, "Folder in data_dir to write; None: the source's own name.")
     tokenizer: str = key("bytes", "bytes (257 tokens, no download), gpt2, or another of tiktoken's encodings.")
     val_fraction: float = key(0.05, "Share of the documents for validation, chosen by a hash of their names.")
+    max_tokens: int | None = key(None, "Total of both splits; each takes its share of it and cuts its last document to fit.")
     num_proc: int = key(1, "Texts tokenised at a time, in threads. The files are the same for any number.")
-    field: str = key("text", "Where the text is in a line of JSONL.")
+    field: str = key("text", "Where the text is: a field of JSONL, a column of Parquet or of a set on the Hub.")
+    revision: str | None = key(None, "Version of a set on the Hub: a branch, tag or commit; None: what prepare.py names.")
     data_dir: str = key("data", "Where the data sets are.")
 
 
@@ -63,19 +76,24 @@ def get_tokenizer(name):
         raise UserError(f"unknown tokenizer '{name}'; choose bytes, {', '.join(tiktoken.list_encoding_names())}")
     folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache"))
     cached = os.listdir(folder) if folder.is_dir() else []
-    loaded = Future()
-
-    def load():
-        try:
-            loaded.set_result(tiktoken.get_encoding(name))
-        except Exception as error:
-            loaded.set_exception(error)
-
-    threading.Thread(target=load, daemon=True).start()
     try:
-        return loaded.result(timeout=PATIENCE)
+        return start(lambda: tiktoken.get_encoding(name)).result(timeout=PATIENCE)
     except Exception as error:
         raise UserError(f"tokenizer '{name}': {why_not_loaded(error, folder, cached)}, or use --tokenizer=bytes") from None
+
+
+def start(function):
+    """A Future of function(), which runs in a thread that nobody has to wait for."""
+    future = Future()
+
+    def work():
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
 def why_not_loaded(error, folder, cached):
@@ -97,16 +115,46 @@ def fingerprint(encoding):
 
 # ---- documents: a name, and the text in pieces -------------------------------------------------------------------
 
-def find_files(source, data_dir):
-    """[(document name, path)] in order of name, and a Counter of what was left out and why."""
-    root, skipped = Path(sysconfig.get_paths()["stdlib"] if source == "stdlib" else source), Counter()
+class Files:
+    """A file, or a folder of them. A first look at every byte tells what is text, and whether anything changed."""
+
+    def __init__(self, source, data_dir):
+        self.files, self.bytes, skipped, hashes = [], 0, Counter(), hashlib.sha256()
+        for name, path in find_files(source, data_dir, skipped):
+            try:
+                digest, size = look(path)
+            except ValueError as problem:
+                if path == Path(source):
+                    raise UserError(f"{source} is {problem}") from None
+                skipped[str(problem)] += 1
+                continue
+            self.files.append((name, path))
+            self.bytes += size
+            hashes.update(os.fsencode(name) + b"\0" + digest)
+        if any(path.suffix.lower() in RECORDS for _, path in self.files):
+            self.bytes = None           # how much of it is text shows only when it is read
+        self.identity = {"source_sha256": hashes.hexdigest()}
+        left_out = ", ".join(f"{n} {problem}" for problem, n in (+skipped).items())
+        self.title = f"{source}: {len(self.files):,} files{f' (left out: {left_out})' if left_out else ''}"
+
+    def documents(self, field):
+        """(name, pieces of text) of every document."""
+        for name, path in self.files:
+            read = RECORDS.get(path.suffix.lower())
+            if read:
+                yield from ((f"{name}:{number}", [text]) for number, text in read(path, field))
+            else:
+                yield name, TextFile(path)
+
+
+def find_files(source, data_dir, skipped):
+    """[(document name, path)] in order of name. Counts in `skipped` what is not even looked at."""
+    root = Path(sysconfig.get_paths()["stdlib"] if source == "stdlib" else source)
     if root.is_file():
-        problem = why_skip(root)
-        if problem:
-            raise UserError(f"{source} is {problem}")
-        return [(root.name, root)], skipped
+        return [(root.name, root)]
     if not root.is_dir():
-        raise UserError(f"no file or folder '{source}'; SOURCE is stdlib, a text file, a .jsonl file or a folder of them")
+        raise UserError(f"no file or folder '{source}'{config.near(source, HUB)}; SOURCE is stdlib, a text file, a .jsonl or "
+                        f".parquet file, a folder of them, or a set on the Hub: {', '.join(HUB)}")
     found = []
     for folder, folders, names in os.walk(root, onerror=lambda error: skipped.update(["unreadable"])):
         if source == "stdlib":
@@ -114,35 +162,46 @@ def find_files(source, data_dir):
             names = [name for name in names if name.endswith(".py") and not name.startswith("test_")]
         skipped["hidden"] += sum(name.startswith(".") for name in folders + names)
         folders[:] = [f for f in folders if f[0] != "." and Path(folder, f).resolve() != Path(data_dir).resolve()]
-        for path in (Path(folder, name) for name in names if name[0] != "."):
-            problem = why_skip(path)
-            if problem:
-                skipped[problem] += 1
-            else:
-                found.append((path.relative_to(root).as_posix(), path))
-    return sorted(found), +skipped
+        paths = (Path(folder, name) for name in names if name[0] != ".")
+        found += [(path.relative_to(root).as_posix(), path) for path in paths]
+    return sorted(found)
 
 
-def why_skip(path):
-    """Why a file is no document; None if it is one. Its contents decide, not its name."""
+def look(path):
+    """The sha256 of a file's bytes and their number; ValueError says why it is no document. Contents decide, not names;
+    but what is wrong in JSONL and Parquet is an error, with its place, when it is read."""
+    is_text, sha256, size = path.suffix.lower() not in RECORDS, hashlib.sha256(), 0
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        if not path.is_file():
-            return "not a file"
-        if path.stat().st_size == 0:
-            return "empty"
-        if path.suffix.lower() != ".jsonl" and any("\0" in text for text in read_text(path)):
-            return "not text"
+        if not path.is_file():          # opening a pipe would wait for ever
+            raise ValueError("not a file")
+        with open(path, "rb") as file:
+            while raw := file.read(PIECE):
+                sha256.update(raw)
+                size += len(raw)
+                if is_text and b"\0" in raw:
+                    raise ValueError("not text")
+                decoder.decode(raw if is_text else b"")
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError:
-        return "not UTF-8 text"
+        raise ValueError("not UTF-8 text") from None
     except OSError:
-        return "unreadable"
+        raise ValueError("unreadable") from None
+    if not size:
+        raise ValueError("empty")
+    return sha256.digest(), size
 
 
-def read_text(path):
-    """A UTF-8 file in pieces of whole lines, every line end as it is."""
-    with open(path, "rb") as file:
-        while lines := file.readlines(PIECE):
-            yield b"".join(lines).decode("utf-8")
+class TextFile:
+    """A UTF-8 file in pieces of whole lines, every line end as it is; as often as one asks."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __iter__(self):
+        with open(self.path, "rb") as file:
+            while raw := file.read(PIECE):
+                yield (raw if raw.endswith(b"\n") else raw + file.readline()).decode("utf-8")
 
 
 def read_jsonl(path, field):
@@ -158,21 +217,135 @@ def read_jsonl(path, field):
                 raise UserError(f"{where}: not a line of JSON: {error}") from None
             if not isinstance(record, dict):
                 raise UserError(f"{where}: wanted an object with the field '{field}', got {type(record).__name__}")
-            text = record.get(field)
-            if not isinstance(text, str):
-                problem = f"field '{field}' holds no text" if field in record else f"no field '{field}'"
-                raise UserError(f"{where}: {problem}; fields here: {', '.join(record) or 'none'}; choose one with --field")
-            if text:    # JSON can name half of a surrogate pair, UTF-8 cannot: it becomes a question mark
-                yield number, text.encode("utf-8", "replace").decode("utf-8")
+            if text := text_of(record, field, where):
+                # JSON can name half of a surrogate pair, UTF-8 cannot: it becomes a question mark.
+                yield number, text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def documents(files, field):
-    """(name, pieces of text) of every document."""
-    for name, path in files:
-        if path.suffix.lower() == ".jsonl":
-            yield from ((f"{name}:{number}", [text]) for number, text in read_jsonl(path, field))
-        else:
-            yield name, read_text(path)
+def text_of(record, field, where):
+    """A record's text; "" for null."""
+    text = record.get(field)
+    if isinstance(text, str):
+        return text
+    if text is None and field in record:
+        return ""
+    problem = f"field '{field}' holds no text" if field in record else f"no field '{field}'"
+    raise UserError(f"{where}: {problem}; fields here: {', '.join(record) or 'none'}; choose one with --field")
+
+
+def read_parquet(path, field):
+    """(row number, text) of each row that has text. A few rows are in memory at a time."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path}: Parquet needs the package pyarrow; install it with: pip install pyarrow") from None
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path, buffer_size=PIECE) as file:
+            columns = [field] if field in file.schema_arrow.names else None     # None: all, and the error names them
+            for batch in file.iter_batches(batch_size=64, columns=columns, use_threads=False):
+                for record in batch.to_pylist():
+                    number += 1
+                    if text := text_of(record, field, f"{path}:{number}"):
+                        yield number, text
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}:{number + 1}: not to be read as Parquet ({one_line(error)}); get a good copy") from None
+
+
+RECORDS = {".jsonl": read_jsonl, ".parquet": read_parquet}      # files that hold many documents, by their suffix
+
+
+# ---- sets on the Hugging Face Hub --------------------------------------------------------------------------------
+
+# Only splits made for training, so that other people's validation splits stay unseen; tiny Shakespeare is one text in
+# three parts, of which the last becomes ours. Where the repository holds a loading script, which `datasets` no longer
+# runs, the Hub's own conversion to Parquet is read.
+HUB = {"shakespeare": dict(path="karpathy/tiny_shakespeare", config=None, split="train+validation+test",
+                           revision="refs/convert/parquet"),
+       "tinystories": dict(path="roneneldan/TinyStories", config=None, split="train", revision=None),
+       "openwebtext": dict(path="Skylion007/openwebtext", config="plain_text", split="train", revision=None),
+       "fineweb-edu": dict(path="HuggingFaceTB/smollm-corpus", config="fineweb-edu-dedup", split="train", revision=None)}
+
+
+class HubSet:
+    """A set on the Hub, streamed: one pass, and nothing but the .bin files on the disk."""
+
+    bytes = None        # not known before the end
+
+    def __init__(self, source, revision):
+        self.source, self.hub = source, {**HUB[source], **({"revision": revision} if revision else {})}
+        self.identity = {"hub": self.hub}
+        self.title = f"{source}: " + ", ".join(str(value) for value in self.hub.values() if value)
+
+    def documents(self, field):
+        """(name, [text]) of every row that has text; its name is its running number."""
+        number = 0
+        try:
+            for number, row in enumerate(patiently(self.load, self.ask), 1):
+                if text := text_of(row, field, f"{self.source}:{number}"):
+                    yield f"{self.source}:{number}", [text]
+        except UserError:
+            raise
+        except Exception as error:
+            todo = ("install datasets: pip install datasets" if isinstance(error, ImportError) else
+                    "connect and run this again, or give a text, JSONL or Parquet file as SOURCE")
+            raise UserError(f"{self.source}: {self.hub['path']} on the Hugging Face Hub, row {number + 1:,}: "
+                            f"{one_line(error)}; {todo}") from None
+
+    def load(self):
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        import datasets
+        for library in ("datasets", "huggingface_hub"):
+            logging.getLogger(library).setLevel(logging.ERROR)      # not a line for each retry
+        for split in self.hub["split"].split("+"):                  # `datasets` before version 5 streams no sum of splits
+            yield from datasets.load_dataset(self.hub["path"], self.hub["config"], split=split,
+                                             revision=self.hub["revision"], streaming=True)
+
+    def ask(self):
+        import huggingface_hub
+        return huggingface_hub.dataset_info(self.hub["path"], revision=self.hub["revision"], timeout=PATIENCE)
+
+
+def patiently(load, ask):
+    """load()'s rows, fetched by a thread of its own; TimeoutError when they stop coming. A long wait for the first is fine
+    where ask() gets an answer meanwhile: a slow line is not a dead one."""
+    fetched, enough = queue.Queue(64), threading.Event()
+
+    def fetch():
+        end = StopIteration()
+        try:
+            for row in load():
+                fetched.put(row)
+                if enough.is_set():
+                    return
+        except Exception as error:
+            end = error
+        fetched.put(end)
+
+    threading.Thread(target=fetch, daemon=True).start()
+    answer, waited = start(ask), PATIENCE
+    try:
+        while True:
+            try:
+                row = fetched.get(timeout=waited)
+            except queue.Empty:
+                if waited == STALL or not answer.done() or answer.exception():
+                    raise TimeoutError(f"nothing came for {waited} seconds") from None
+            else:
+                if isinstance(row, StopIteration):
+                    return
+                if isinstance(row, Exception):
+                    raise row
+                yield row
+            waited = STALL
+    finally:
+        enough.set()
+        while not fetched.empty():      # the thread may wait for a place in it
+            fetched.get()
+
+
+def one_line(error):
+    return config.clip(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
 
 
 # ---- which document goes where -----------------------------------------------------------------------------------
@@ -182,52 +355,40 @@ def place(name):
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64
 
 
-class Scan:
-    """A first reading, for what must be known before the first token is written."""
-
-    def __init__(self, files, field):
-        self.documents = self.bytes = self.lines = self.chars = 0
-        self.lowest, self.highest = (2.0, ""), (-1.0, "")
-        source = hashlib.sha256()
-        for name, pieces in documents(files, field):
-            content = hashlib.sha256()
-            for text in pieces:
-                raw = text.encode()
-                content.update(raw)
-                self.bytes += len(raw)
-                self.chars += len(text)
-                self.lines += len(text.splitlines())
-            self.documents += 1
-            placed = place(name), name
-            self.lowest, self.highest = min(self.lowest, placed), max(self.highest, placed)
-            source.update(os.fsencode(name) + b"\0" + content.digest())
-        self.sha256 = source.hexdigest()
-
-
-def labelled(files, field, scan, val_fraction):
-    """(split, text) for each piece of text, (split, None) where a document ends. No split stays empty."""
-    if scan.documents == 1:
-        (_, pieces), = documents(files, field)
-        yield from halves(pieces, scan, val_fraction)
-        return
-    moved = {}
-    if scan.lowest[0] >= val_fraction:
-        moved[scan.lowest[1]] = "val"
-    if scan.highest[0] < val_fraction:
-        moved[scan.highest[1]] = "train"
-    for name, pieces in documents(files, field):
-        split = moved.get(name) or ("val" if place(name) < val_fraction else "train")
-        yield from ((split, text) for text in pieces)
-        yield split, None
+def labelled(documents, val_fraction, title):
+    """(split, text) for each piece of text, (split, None) where a document ends. One pass, and no split stays empty: the
+    last document goes to the one that would be, and a lone document is cut in two."""
+    empty, held = set(SPLITS), None
+    for name, pieces in documents:
+        if held:
+            yield from whole(*held)
+            empty.discard(held[0])
+        held = "val" if place(name) < val_fraction else "train", pieces
+    split, pieces = held or (None, [])
+    if len(empty) == 1:
+        yield from whole(*empty, pieces)
+    elif not empty:
+        yield from whole(split, pieces)
+    else:
+        chars = sum(map(len, pieces))
+        if chars < 2:
+            raise UserError(f"{title}: {chars} characters of text are too few for two splits")
+        yield from halves(pieces, val_fraction)
 
 
-def halves(pieces, scan, val_fraction):
+def whole(split, pieces):
+    yield from ((split, text) for text in pieces)
+    yield split, None
+
+
+def halves(pieces, val_fraction):
     """A lone document: the last val_fraction of its lines, or of the characters of its one line, are for validation."""
-    total = scan.lines if scan.lines > 1 else scan.chars
+    by_line = sum(len(text.splitlines()) for text in pieces) > 1
+    units = (lambda text: text.splitlines(keepends=True)) if by_line else list
+    total = sum(len(units(text)) for text in pieces)
     left = total - min(total - 1, max(1, round(val_fraction * total)))      # what train still gets
     for text in pieces:
-        units = text.splitlines(keepends=True) if scan.lines > 1 else text
-        head, tail = units[:left], units[left:]
+        head, tail = units(text)[:left], units(text)[left:]
         left -= len(head)
         if head:
             yield "train", "".join(head)
@@ -240,11 +401,12 @@ def halves(pieces, scan, val_fraction):
 
 # ---- tokens ------------------------------------------------------------------------------------------------------
 
-def in_batches(items):
+def in_batches(items, wanted=lambda split: True):
     """Lists of about PIECE characters: a thousand short documents are one piece of work."""
     batch, size = [], 0
     for split, text in items:
-        batch.append((split, text))
+        if wanted(split):
+            batch.append((split, text))
         size += len(text or "") + 16
         if size >= PIECE:
             yield batch
@@ -254,18 +416,20 @@ def in_batches(items):
 
 
 def encode(encoding, batch):
-    """{split: (ids, the same text as UTF-8, how many documents end in it)}"""
-    encoded = {}
+    """{split: (ids, the text as UTF-8, its length, how many documents end in it)}; train's text itself is not needed."""
+    encoded, end = {}, np.array([encoding.eot_token], dtype=np.uint32)
     for split in {split for split, _ in batch}:
         texts = [text for where, text in batch if where == split]
-        ids = [[encoding.eot_token] if text is None else encoding.encode_to_numpy(text, disallowed_special=())
-               for text in texts]
-        encoded[split] = np.concatenate(ids), "".join(text or "" for text in texts).encode(), texts.count(None)
+        ids = [end if text is None else encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+        size = sum(len(text) if text.isascii() else len(text.encode()) for text in texts if text)
+        raw = "".join(text or "" for text in texts).encode() if split == "val" else b""
+        encoded[split] = np.concatenate(ids), raw, size, texts.count(None)
     return encoded
 
 
 def encode_all(encoding, batches, num_proc):
-    """encode() of each, in order, with few in memory. Threads suffice: tiktoken works without Python's lock."""
+    """encode() of each, in order, with few in memory. Threads, because tiktoken works without Python's lock and a second one
+    made it 1.7 times as fast; a second process gained less, by sending texts and ids to and fro."""
     with ThreadPoolExecutor(num_proc) as pool:
         waiting = deque()
         for batch in batches:
@@ -277,29 +441,56 @@ def encode_all(encoding, batches, num_proc):
 
 
 class Split:
-    """A .bin file while it is written, and what meta.json says of it."""
+    """A .bin file while it is written, and what meta.json says of it. It is full at `limit` tokens: the document that
+    would go beyond is cut, and ended."""
 
-    def __init__(self, path, vocab_size):
-        self.file, self.sha256 = open(path, "wb"), hashlib.sha256()
-        self.dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-        self.counts = np.zeros(vocab_size, dtype=np.int64)
-        self.documents = self.bytes = 0
+    def __init__(self, path, encoding, limit):
+        self.file, self.sha256, self.encoding, self.limit = open(path, "wb"), hashlib.sha256(), encoding, limit
+        self.dtype = np.dtype("<u2" if encoding.n_vocab <= 2**16 else "<u4")
+        self.counts = np.zeros(encoding.n_vocab, dtype=np.int64)
+        self.tokens = self.documents = self.bytes = 0
+        self.last, self.full = encoding.eot_token, False
 
-    def write(self, ids, text, documents):
+    def write(self, ids, text, size, documents):
+        """Returns the text that was kept, its length and its number of tokens."""
+        if self.full:
+            return b"", 0, 0
+        if self.tokens + len(ids) >= self.limit:
+            ids, text, size, documents = self.cut(ids)
         raw = ids.astype(self.dtype).tobytes()
         self.file.write(raw)
         self.sha256.update(raw)
         self.counts += np.bincount(ids, minlength=len(self.counts))
-        self.bytes += len(text)
+        self.last = ids[-1] if len(ids) else self.last
+        self.tokens += len(ids)
+        self.bytes += size
         self.documents += documents
+        return text, size, len(ids)
+
+    def cut(self, ids):
+        """What write() takes, of the ids that fit. No document is nothing but its end: then a token's place stays free."""
+        end, ids, self.full = self.encoding.eot_token, ids[:self.limit - self.tokens].copy(), True
+        if ids[-1] != end:
+            ids[-1] = end
+            if (ids[-2] if len(ids) > 1 else self.last) == end:
+                ids = ids[:-1]
+        text = self.encoding.decode_bytes(ids[ids != end].tolist())
+        return ids, text, len(text), int((ids == end).sum())
 
     def summary(self):
-        return {"tokens": int(self.counts.sum()), "documents": self.documents, "bytes": self.bytes,
-                "sha256": self.sha256.hexdigest()}
+        return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "sha256": self.sha256.hexdigest()}
+
+
+def shares(max_tokens, val_fraction):
+    """{split: its most tokens}: at least one, and its end."""
+    if max_tokens is None:
+        return dict.fromkeys(SPLITS, math.inf)
+    val = min(max(2, round(val_fraction * max_tokens)), max_tokens - 2)
+    return {"train": max_tokens - val, "val": val}
 
 
 def baselines(train, val, xz):
-    """Bits per byte of the validation text without a model: for scale. (xz may look back over all of that text.)"""
+    """Bits per byte of the validation text without a model: for scale. (xz may look back over all that it is shown.)"""
     share = (train.counts + 1) / (train.counts + 1).sum()       # add-one smoothing: no token is impossible
     return {"uniform": float(np.log2(len(val.counts)) * val.counts.sum() / val.bytes),
             "unigram": float(-(val.counts * np.log2(share)).sum() / val.bytes), "xz": xz}
@@ -307,19 +498,20 @@ def baselines(train, val, xz):
 
 # ---- a data set's folder: whole, or not there --------------------------------------------------------------------
 
-def write_set(folder, encoding, items, num_proc, bar):
+def write_set(folder, encoding, items, num_proc, limits, bar):
     """Both .bin files. Returns their part of meta.json."""
-    splits = {name: Split(folder / f"{name}.bin", encoding.n_vocab) for name in SPLITS}
+    splits = {name: Split(folder / f"{name}.bin", encoding, limits[name]) for name in SPLITS}
     xz, xz_in, xz_out = lzma.LZMACompressor(preset=6), 0, 0
     try:
-        for encoded in encode_all(encoding, in_batches(items), num_proc):
-            for name, (ids, text, documents) in encoded.items():
-                splits[name].write(ids, text, documents)
-                bar.update(len(text))
-                if name == "val":
-                    sample = text[:XZ_BYTES - xz_in]
-                    xz_in += len(sample)
-                    xz_out += len(xz.compress(sample))
+        for encoded in encode_all(encoding, in_batches(items, lambda name: not splits[name].full), num_proc):
+            for name, found in encoded.items():
+                text, n_bytes, n_tokens = splits[name].write(*found)
+                bar.update(n_bytes if limits[name] == math.inf else n_tokens)
+                sample = text[:XZ_BYTES - xz_in] if name == "val" else b""
+                xz_in += len(sample)
+                xz_out += len(xz.compress(sample))
+            if all(split.full for split in splits.values()):
+                break
         for split in splits.values():
             sync(split.file)
     finally:
@@ -335,7 +527,7 @@ def sync(file):
     os.fsync(file.fileno())
 
 
-def make(final, about, encoding, items, num_proc, bar):
+def make(final, about, encoding, items, num_proc, limits, bar):
     """Write all in a folder of this process's own, and rename it when it is on the disk. Returns meta.json's contents."""
     final.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(final.parent)
@@ -343,7 +535,10 @@ def make(final, about, encoding, items, num_proc, bar):
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir()
-        meta = {**about, **write_set(work, encoding, items, num_proc, bar)}
+        written = write_set(work, encoding, items, num_proc, limits, bar)
+        # What was taken of a stream stands for it: a stream is not read twice.
+        taken = hashlib.sha256("".join(written[name]["sha256"] for name in SPLITS).encode()).hexdigest()
+        meta = {"source_sha256": taken, **about, **written}
         with open(work / "meta.json", "w", encoding="utf-8") as file:
             json.dump(meta, file, indent=2)
             sync(file)
@@ -393,7 +588,7 @@ def load_meta(data_dir, name):
     """meta.json of a whole data set as a dict; else a UserError with the command that makes one."""
     check_name(name)
     folder = Path(data_dir, name)
-    make_it = "make it with: python prepare.py " + ("stdlib" if name == "stdlib" else f"SOURCE --name={shlex.quote(name)}")
+    make_it = "make it with: python prepare.py " + (name if name in ("stdlib", *HUB) else f"SOURCE --name={shlex.quote(name)}")
     path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
@@ -418,43 +613,46 @@ def load_meta(data_dir, name):
 # ---- all of it ---------------------------------------------------------------------------------------------------
 
 def prepare(source="stdlib", name=None, tokenizer="bytes", val_fraction=0.05, num_proc=1, field="text", data_dir="data",
-            quiet=False):
+            max_tokens=None, revision=None, quiet=False):
     """Make a data set unless it is there already. Returns its folder."""
     path, say = Path(source), (lambda line: None) if quiet else print
     name = name or (path.stem if path.is_file() else path.resolve().name)
     check_name(name)
     final = Path(data_dir, name)
     try:
-        check_settings(final, val_fraction, num_proc)
-        files, skipped = find_files(str(source), data_dir)
-        left_out = f" (left out: {', '.join(f'{n} {problem}' for problem, n in skipped.items())})" if skipped else ""
+        check_settings(final, source, val_fraction, num_proc, max_tokens, revision)
+        origin = HubSet(source, revision) if source in HUB else Files(str(source), data_dir)
         encoding = get_tokenizer(tokenizer)
-        scan = Scan(files, field)
-        if scan.chars < 2:
-            raise UserError(f"{source} holds {scan.chars} characters of text, too few for two splits{left_out}")
-        wanted = {"format": FORMAT, "source_sha256": scan.sha256, "fingerprint": fingerprint(encoding),
-                  "settings": {"val_fraction": val_fraction, "field": field}}
+        wanted = {"format": FORMAT, **origin.identity, "fingerprint": fingerprint(encoding),
+                  "settings": {"val_fraction": val_fraction, "field": field, "max_tokens": max_tokens}}
         changed = changes(data_dir, name, wanted)
         if changed == []:
             say(f"{final} is up to date: same text, tokenizer and settings")
             return final
-        say(f"{source}: {scan.documents:,} documents{left_out}{f'; changed: ' + ', '.join(changed) if changed else ''}")
+        items = labelled(origin.documents(field), val_fraction, origin.title)
+        items = itertools.chain([next(items)], items)       # what fails at once, fails before there is a folder
+        say(f"{origin.title}{'; changed: ' + ', '.join(changed) if changed else ''}")
         about = {**wanted, "source": str(source), "tokenizer": tokenizer, "vocab_size": encoding.n_vocab,
                  "eot": encoding.eot_token, "python": platform.python_version()}
-        with tqdm(total=scan.bytes, unit="B", unit_scale=True, disable=quiet or None) as bar:   # None: only on a terminal
-            meta = make(final, about, encoding, labelled(files, field, scan, val_fraction), num_proc, bar)
+        with tqdm(total=max_tokens or origin.bytes, unit="tok" if max_tokens else "B", unit_scale=True,
+                  disable=quiet or None) as bar:            # None: only on a terminal
+            meta = make(final, about, encoding, items, num_proc, shares(max_tokens, val_fraction), bar)
     except OSError as error:
         raise UserError(f"{error.filename or final}: {error.strerror or error}; no data set was made") from None
     say(summary(final, meta))
     return final
 
 
-def check_settings(final, val_fraction, num_proc):
+def check_settings(final, source, val_fraction, num_proc, max_tokens, revision):
     """Refuse what cannot work, and to replace a folder that holds more than a data set."""
     if not 0 < val_fraction < 1:
         raise UserError(f"val_fraction={val_fraction} leaves a split empty; choose between 0 and 1")
     if num_proc < 1:
         raise UserError(f"num_proc={num_proc} can do no work; choose 1 or more")
+    if max_tokens is not None and max_tokens < 4:
+        raise UserError(f"max_tokens={max_tokens} leaves a split empty; choose 4 or more")
+    if revision and source not in HUB:
+        raise UserError(f"revision={revision} needs a set on the Hub, {source} is none; choose one of {', '.join(HUB)}")
     if final.is_symlink() or final.is_file():
         raise UserError(f"{final} is not a folder; move it away or choose another --name")
     _, folders, files = next(os.walk(final), ("", [], []))
@@ -491,5 +689,18 @@ def main(argv):
     prepare(*settings.words or ["stdlib"], **settings.values)
 
 
+def run():
+    """config.run(main). Threads of pyarrow's that still read a stream abort an ordinary exit, so after one there is none."""
+    code = 0
+    try:
+        config.run(main)
+    except SystemExit as end:
+        code = end.code
+    if "pyarrow" in sys.modules:
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    config.run(main)
+    run()

@@ -159,6 +159,32 @@ MUTANTS = {
         ".sum()",
         "test_model::test_a_batch_in_which_nothing_counts_has_loss_zero_and_a_legal_gradient"),
 
+    # ---- the fused loss
+    "a chunk's gradient replaces the last one's": (
+        "dtable_VD += d_nV.T @ x_nD",
+        "dtable_VD.copy_(d_nV.T @ x_nD)",
+        "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
+    "ignored targets have a gradient": (
+        ".mul_(counts_n1).to(x_nD.dtype)",
+        ".to(x_nD.dtype)",
+        "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
+    "ignored targets are added up": (
+        "logits_nV.gather(1, index_n1)) * counts_n1)",
+        "logits_nV.gather(1, index_n1)))",
+        "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
+    "the target's own logit has no pull": (
+        ".scatter_add_(1, index_n1, -torch.ones_like(sum_n1))",
+        "",
+        "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
+    "the gradient from above is not used": (
+        "grad.mul_(scale)",
+        "grad",
+        "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
+    "all logits are there at once": (
+        "max(512, 2**22 // len(table_VD))",
+        "len(x_ND)",
+        "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
+
     # ---- initial values
     "the gate's bias is not applied": (
         "nn.init.constant_(update.gate.down.bias, self.cfg.gate_bias)",
@@ -278,6 +304,10 @@ MUTANTS = {
         "cfg.n_embd, cfg.kv_heads * cfg.head_width\n",
         "cfg.n_embd, cfg.n_embd\n",
         "test_counts::test_exact_flops_are_the_flops_of_a_real_forward"),
+    "MoR's formula knows of grouped keys": (
+        "block_flops(replace(cfg, n_kv_head=None), seq_len / 2)",
+        "block_flops(cfg, seq_len / 2)",
+        "test_counts::test_flops_equal_the_formula_of_the_mor_paper"),
     "the scratch entry is not counted": (
         'if cache in ("first", "mean")',
         'if cache == "mean"',

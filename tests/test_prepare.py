@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -148,8 +149,8 @@ def test_few_texts_are_in_memory_at_a_time(monkeypatch):
 
     given = 0
     for encoded in prepare.encode_all(prepare.get_tokenizer("bytes"), prepare.in_batches(items()), num_proc=2):
-        assert 0 < encoded["train"][2] <= 10 and len(taken) - given <= 3 * 10
-        given += encoded["train"][2]
+        assert 0 < encoded["train"][3] <= 10 and len(taken) - given <= 3 * 10
+        given += encoded["train"][3]
     assert given == 200
 
 
@@ -213,11 +214,11 @@ def test_too_little_text_is_refused(go, tmp_path, files):
 
 def test_a_folder_gives_its_text_files_and_says_what_it_left_out(go, tmp_path, capsys):
     files = {**STORY, ".git/config": "x", ".hidden": "x", "empty.txt": "", "x.png": b"\x89PNG\xff", "zero": b"a\0b",
-             "two.jsonl": '{"text": "one"}\n\n{"text": ""}\n{"text": "four"}'}
+             "two.jsonl": '{"text": "one"}\n\n{"text": ""}\n{"text": "four"}\n{"text": null}'}
     found = texts(go(files, quiet=False))
     assert sorted(found["train"] + found["val"]) == sorted([*STORY.values(), "one", "four"])
     out = capsys.readouterr().out
-    assert "5 documents (left out: " in out
+    assert "4 files (left out: " in out
     for part in ("2 hidden", "1 empty", "1 not text", "1 not UTF-8 text"):
         assert part in out
 
@@ -230,13 +231,13 @@ def test_a_data_folder_inside_the_source_is_no_source(tmp_path, monkeypatch, cap
 
 def test_a_line_of_jsonl_is_a_document_named_by_its_line(tmp_path):
     path = write(tmp_path, {"x.jsonl": '\ufeff{"id": 1, "body": "one"}\n\n{"body": "thr\\ud83dee"}\r\n'}) / "x.jsonl"
-    assert [(name, list(pieces)) for name, pieces in prepare.documents([("x.jsonl", path)], "body")] == [
+    assert [(name, list(pieces)) for name, pieces in prepare.Files(str(path), "data").documents("body")] == [
         ("x.jsonl:1", ["one"]), ("x.jsonl:3", ["thr?ee"])]      # half a surrogate pair is no character
 
 
 @pytest.mark.parametrize("line, words", [
     ('{"id": 1, "body": "x"}', "no field 'text'; fields here: id, body"), ("{}", "fields here: none"), ("[1]", "got list"),
-    ('{"text": 5}', "field 'text' holds no text"), ('{"text": "x"', "not a line of JSON"),
+    ('{"text": 5}', "field 'text' holds no text"), ('{"text": ["x"]}', "field 'text' holds no text"), ('{"text": "x"', "not a line of JSON"),
     (b'{"text": "\xff"}', "not a line of JSON")])
 def test_a_bad_line_of_jsonl_is_named(go, line, words):
     raw = line if isinstance(line, bytes) else line.encode("utf-8")
@@ -246,19 +247,96 @@ def test_a_bad_line_of_jsonl_is_named(go, line, words):
 
 @pytest.mark.parametrize("source, words", [
     ("nowhere.txt", "SOURCE is stdlib, a text file"), ("empty.txt", "is empty"), ("latin.txt", "is not UTF-8"), ("zero.txt", "is not text")])
-def test_a_source_that_is_no_text_is_refused(tmp_path, source, words):
-    write(tmp_path, {"empty.txt": "", "latin.txt": b"caf\xe9", "zero.txt": "a\0b"})
-    with pytest.raises(UserError, match=f"{source}.*{words}"):
-        prepare.prepare(tmp_path / source, data_dir=tmp_path / "data")
+def test_a_source_that_is_no_text_is_refused(tmp_path, source, words, monkeypatch):
+    monkeypatch.chdir(write(tmp_path, {"empty.txt": "", "latin.txt": b"caf\xe9", "zero.txt": "a\0b"}))
+    for path in (source, f"./{source}", tmp_path / source):
+        with pytest.raises(UserError, match=f"{source}.*{words}"):
+            prepare.prepare(path)
+    assert not Path("data").exists()
 
 
 @pytest.mark.parametrize("settings, words", [
     ({"name": "a/b"}, "plain folder name"), ({"name": ".."}, "plain folder name"), ({"name": "a\\b"}, "plain folder name"),
     ({"val_fraction": 0.0}, "val_fraction"), ({"val_fraction": 1.0}, "val_fraction"), ({"val_fraction": math.nan}, "val_fraction"),
-    ({"num_proc": 0}, "num_proc"), ({"tokenizer": "gtp2"}, "choose bytes, gpt2")])
+    ({"num_proc": 0}, "num_proc"), ({"max_tokens": 3}, "max_tokens"), ({"revision": "main"}, "needs a set on the Hub"),
+    ({"tokenizer": "gtp2"}, "choose bytes, gpt2")])
 def test_settings_that_cannot_work_are_refused(go, settings, words):
     with pytest.raises(UserError, match=words):
         go(STORY, **settings)
+
+
+def parquet(path, rows, **settings):
+    pyarrow, table = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table.write_table(pyarrow.table(rows), path, **settings)
+    return path
+
+
+def test_a_row_of_parquet_is_a_document_named_by_its_row(tmp_path):
+    path = parquet(tmp_path / "x.parquet", {"id": [1, 2, 3, 4], "body": ["one\n", "", None, "🦊"]}, row_group_size=2)
+    documents = prepare.Files(str(path), "data").documents("body")
+    assert list(documents) == [("x.parquet:1", ["one\n"]), ("x.parquet:4", ["🦊"])]
+
+
+def test_the_same_documents_from_text_jsonl_and_parquet_are_the_same_tokens(go, tmp_path):
+    bodies = [f"document {i} 🦊\n" * (i + 1) for i in range(300)]
+    parquet(tmp_path / "corpus/x.parquet", {"text": bodies}, row_group_size=100)
+    assert sorted(sum(texts(go({}, name="p", val_fraction=0.2)).values(), [])) == sorted(bodies)
+    (tmp_path / "corpus/x.parquet").unlink()
+    lines = "".join(json.dumps({"text": body}) + "\n" for body in bodies)
+    by_line = go({"x.parquet.jsonl": lines}, name="j", val_fraction=0.2)
+    assert sorted(sum(texts(by_line).values(), [])) == sorted(bodies)
+
+
+@pytest.mark.parametrize("rows, words", [
+    ({"id": [1], "body": ["x"]}, "x.parquet:1: no field 'text'; fields here: id, body; choose one with --field"),
+    ({"text": [5]}, "x.parquet:1: field 'text' holds no text"), (None, "x.parquet:1: not to be read as Parquet"),
+    ("cut", "x.parquet:1: not to be read as Parquet")])
+def test_bad_parquet_is_named(go, tmp_path, rows, words):
+    path = parquet(tmp_path / "corpus/x.parquet", rows if isinstance(rows, dict) else {"text": ["x"] * 1000})
+    if not isinstance(rows, dict):
+        path.write_bytes(path.read_bytes()[:-100] if rows else b"I am text")
+    with pytest.raises(UserError, match=re.escape(words)):
+        go({})
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_damaged_page_of_parquet_is_named_by_its_row_and_leaves_no_set(go, tmp_path):
+    path = parquet(tmp_path / "corpus/x.parquet", {"text": [f"{i} " + "word " * 200 for i in range(2000)]}, row_group_size=1000)
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-20_000] + b"\xff" * 10_000 + raw[-10_000:])       # somewhere in the second row group
+    with pytest.raises(UserError, match=r"x\.parquet:\d+: not to be read as Parquet"):
+        go({})
+    assert not (tmp_path / "data/corpus").exists()
+
+
+def test_only_the_text_of_the_rows_at_hand_is_in_memory(tmp_path):
+    path = parquet(tmp_path / "x.parquet", {"text": ["x" * 100_000] * 300, "other": ["y" * 200_000] * 300})     # one row group
+    import pyarrow
+    before = pyarrow.total_allocated_bytes()
+    for number, _ in prepare.read_parquet(path, "text"):
+        assert pyarrow.total_allocated_bytes() - before < 2 * 64 * 100_000
+    assert number == 300
+
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({"datasets", "pyarrow", "huggingface_hub"}))      # as if they were not installed
+import prepare, config
+sys.argv[0] = "prepare.py"
+config.run(prepare.main)
+"""
+
+
+def test_text_and_jsonl_need_no_datasets_and_parquet_and_the_hub_say_so(tmp_path):
+    write(tmp_path, {**STORY, "x.jsonl": '{"text": "one"}\n{"text": "two"}\n', "x.parquet": "anything"})
+    for source in ("a.txt", "x.jsonl"):
+        done = script(source, cwd=tmp_path, code=WITHOUT)
+        assert (done.returncode, done.stderr) == (0, b""), done.stderr
+    for source, words in (("x.parquet", b"pip install pyarrow"), ("tinystories", b"pip install datasets")):
+        done = script(source, cwd=tmp_path, code=WITHOUT)
+        assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and words in done.stderr and not done.stdout
+    assert sorted(os.listdir(tmp_path / "data")) == ["a", "x"]
 
 
 def stub_library(monkeypatch, folder):
@@ -272,7 +350,7 @@ def test_stdlib_is_the_library_without_its_tests_and_packages(go, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     found = texts(prepare.prepare(quiet=True))
     assert sorted(found["train"] + found["val"]) == ["decode = 1\n", "path = 2\n"]
-    assert [name for name, _ in prepare.find_files("stdlib", "data")[0]] == ["json/decoder.py", "os.py"]
+    assert [name for name, _ in prepare.Files("stdlib", "data").files] == ["json/decoder.py", "os.py"]
 
 
 @pytest.mark.slow
@@ -285,6 +363,65 @@ def test_the_real_stdlib_is_enough_to_train_on(tmp_path):
     assert time.time() - start < 60
 
 
+# ---- at most so many tokens --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("num_proc", [1, 3])
+@pytest.mark.parametrize("max_tokens", [100, 101, 1000, 1001, 4000])
+def test_each_split_takes_its_share_and_cuts_its_last_document(go, max_tokens, num_proc, monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", 300)
+    folder = go(many(100), name="whole", val_fraction=0.2)
+    whole = {split: [i for ids in read(folder, split) for i in [*ids, EOT]] for split in prepare.SPLITS}
+    folder = go(many(100), name="some", val_fraction=0.2, max_tokens=max_tokens, num_proc=num_proc)
+    meta = prepare.load_meta("data", "some")
+    for split, limit in (("train", max_tokens - round(0.2 * max_tokens)), ("val", round(0.2 * max_tokens))):
+        assert limit < len(whole[split])
+        got = [i for ids in read(folder, split) for i in [*ids, EOT]]
+        assert got[:-1] == whole[split][:len(got) - 1] and limit - 1 <= len(got) <= limit
+        assert len(got) == limit or whole[split][limit - 2] == EOT      # one less: another document would be nothing but its end
+        assert meta[split]["documents"] == got.count(EOT) == len([ids for ids in read(folder, split) if ids])
+        assert meta[split]["bytes"] == len(got) - got.count(EOT)
+
+
+def test_each_split_gets_its_share_and_at_least_one_token():
+    assert prepare.shares(1004, 0.2) == {"train": 803, "val": 201}
+    assert prepare.shares(4, 0.99) == prepare.shares(4, 0.01) == {"train": 2, "val": 2}
+
+
+def test_what_a_full_split_would_get_is_not_tokenised():
+    items = [("train", "a"), ("val", "b"), ("train", None), ("val", None)]
+    assert list(prepare.in_batches(items, lambda split: split == "val")) == [[("val", "b"), ("val", None)]]
+
+
+@pytest.mark.parametrize("piece", [1, 1 << 20])         # the cut at the start of a batch, and inside one
+def test_no_document_is_nothing_but_its_end(go, piece, monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", piece)
+    two = go({f"{i}.txt": "ab" for i in range(20)}, val_fraction=0.5, max_tokens=8)
+    assert [read(two, split) for split in prepare.SPLITS] == [[[97, 98]]] * 2 and prepare.load_meta("data", "corpus")["val"]["tokens"] == 3
+
+
+def test_more_tokens_than_there_are_is_all_of_them(go):
+    assert {**files_of(go(STORY, name="all")), "meta.json": 0} == {**files_of(go(STORY, name="more", max_tokens=10**9)), "meta.json": 0}
+
+
+def test_no_more_is_read_than_is_taken(go, monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", 100)
+    seen, documents = [], prepare.Files.documents
+    monkeypatch.setattr(prepare.Files, "documents", lambda *args: (seen.append(found) or found for found in documents(*args)))
+    go(many(100), val_fraction=0.5, max_tokens=500)
+    assert 5 < len(seen) < 40
+
+
+def test_a_cut_inside_a_character_counts_its_bytes(go):
+    folder = go({"a.txt": "🦊" * 50, "b.txt": "🦊" * 50}, val_fraction=0.5, max_tokens=22)
+    assert read(folder, "train") == read(folder, "val") == [[*"🦊🦊".encode(), *"🦊".encode()[:2]]]
+    assert prepare.load_meta("data", "corpus")["val"]["bytes"] == 10
+
+
+def test_a_lone_document_is_cut_in_both_of_its_parts(go):
+    found = texts(go({"a.txt": "".join(f"{i:3}\n" for i in range(100))}, val_fraction=0.25, max_tokens=36))
+    assert found == {"train": ["".join(f"{i:3}\n" for i in range(7))[:26]], "val": [" 75\n 76\n"]}
+
+
 # ---- meta.json ---------------------------------------------------------------------------------------------------
 
 def test_meta_tells_what_it_was_made_of(go):
@@ -292,7 +429,8 @@ def test_meta_tells_what_it_was_made_of(go):
     meta = prepare.load_meta("data", "corpus")
     assert meta["tokenizer"] == "bytes" and meta["vocab_size"] == 257 and meta["eot"] == EOT and meta["dtype"] == "uint16"
     assert meta["fingerprint"] == prepare.fingerprint(prepare.get_tokenizer("bytes"))
-    assert meta["settings"] == {"val_fraction": 0.05, "field": "text"} and meta["python"] == platform.python_version()
+    assert meta["settings"] == {"val_fraction": 0.05, "field": "text", "max_tokens": None}
+    assert meta["python"] == platform.python_version()
     for split in prepare.SPLITS:
         assert meta[split]["sha256"] == prepare.hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest()
 
@@ -322,8 +460,9 @@ def test_a_missing_set_is_reported_with_the_command_and_the_sets_there(go, tmp_p
     for name in ("gone", "bare"):
         with pytest.raises(UserError, match=rf"no data set '{name}' in data/.*python prepare\.py SOURCE --name={name};.* here: here$"):
             prepare.load_meta("data", name)
-    with pytest.raises(UserError, match=r"python prepare\.py stdlib;.*none$"):
-        prepare.load_meta("nowhere", "stdlib")
+    for name in ("stdlib", "fineweb-edu"):
+        with pytest.raises(UserError, match=rf"python prepare\.py {name};.*none$"):
+            prepare.load_meta("nowhere", name)
 
 
 @pytest.mark.parametrize("file, text, words", [
@@ -468,6 +607,27 @@ def test_a_set_that_another_process_moves_away_first_is_no_error(go, tmp_path, m
     assert prepare.load_meta("data", "corpus")["settings"]["val_fraction"] == 0.5
 
 
+# ---- GPT-2's tokenizer -------------------------------------------------------------------------------------------
+
+@needs_bpe
+def test_gpt2_gives_gpt2s_ids(go, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(BPE))
+    folder = go({"a.txt": "Hello, world!", "b.txt": "<|endoftext|>", "c.txt": " 🦊\n"}, tokenizer="gpt2", val_fraction=1e-9)
+    assert read(folder, "train") == [[15496, 11, 995, 0], [27, 91, 437, 1659, 5239, 91, 29]]        # the marker is text
+    meta = prepare.load_meta("data", "corpus")
+    assert (meta["dtype"], meta["vocab_size"], meta["eot"]) == ("uint16", 50257, 50256)
+    assert np.fromfile(folder / "train.bin", "<u2").tolist()[4::8] == [50256, 50256]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=needs_bpe)])
+def test_decoding_gives_the_text_back_without_a_space_more_or_less(tokenizer, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(BPE))
+    encoding = prepare.get_tokenizer(tokenizer)
+    for text in ("", "a", "Letter first", " space first", "  two", "\nline first", "\r\n", "\t", "🦊", "<|endoftext|>", "ends \n "):
+        ids = prepare.encode(encoding, [("val", text), ("val", None)])["val"][0].tolist()
+        assert ids[-1] == encoding.eot_token and ids.count(encoding.eot_token) == 1 and encoding.decode(ids[:-1]) == text
+
+
 # ---- tokenizers that are not there -------------------------------------------------------------------------------
 
 def test_a_dead_line_is_given_up_in_time(monkeypatch, tmp_path):
@@ -479,6 +639,19 @@ def test_a_dead_line_is_given_up_in_time(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR.*--tokenizer=bytes"):
         prepare.get_tokenizer("gpt2")
     assert time.time() - start < 1
+
+
+CAN_UNSHARE = shutil.which("unshare") and subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not CAN_UNSHARE, reason="the network cannot be taken away here")
+def test_without_a_network_bytes_work_and_gpt2_says_what_to_do(tmp_path):
+    write(tmp_path, STORY)
+    run = ["unshare", "-n", sys.executable, str(ROOT / "prepare.py"), "a.txt"]
+    for more, code, words in (([], 0, b""), (["--tokenizer=gpt2"], 2, b"TIKTOKEN_CACHE_DIR")):
+        env = {**os.environ, "TIKTOKEN_CACHE_DIR": "cache"}
+        done = subprocess.run(run + more, cwd=tmp_path, env=env, capture_output=True, timeout=60)
+        assert done.returncode == code and done.stderr.count(b"\n") == (code == 2) and words in done.stderr
 
 
 def test_no_network_names_the_file_to_put_there_and_the_default(tmp_path):
