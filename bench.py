@@ -1,10 +1,16 @@
-"""Time configurations side by side: interleaved in one process, so that a machine that drifts drifts for all of them.
+"""Compare configurations side by side: what they cost on paper, and what they cost here.
 
-    python bench.py train config/grt_tiny.py config/gpt_tiny.py             # training step: time ratio beside FLOPs ratio
-    python bench.py generate config/grt_tiny.py --batch_size=4              # cached generation over uncached
+    python bench.py counts config/gpt2_small.py config/grt_small.py          # parameters, FLOPs, K/V bytes: nothing is run
+    python bench.py train config/grt_tiny.py config/gpt_tiny.py              # training step: time ratio beside FLOPs ratio
+    python bench.py train config/bench/gpt_256.py --against=transformers     # the same step with Hugging Face's model
+    python bench.py generate config/grt_tiny.py --batch_size=4               # cached generation over uncached
 
-Random weights and random tokens. A table and one JSON line, the last, go to stdout; progress goes to stderr. Ratios are
-medians over the repeats of CPU time (CUDA: wall time) against the first column's configuration in the same repeat.
+Random weights, random tokens. A table and one JSON line, the last, go to stdout; progress goes to stderr. Measurements
+take turns in one process, so a machine that drifts drifts for all of them. Times are CPU time (CUDA: wall time). `ms` is
+the median repeat; ratios are medians of ratios to the first row within the same repeat. Building a model (`setup`) and
+its first call (`first`: warm-up, compilation) stand apart. MiB is the fullest moment of a training step: weights,
+optimizer state, gradients and activations; on a CPU as tensors (not what one operation needs inside), on CUDA as its
+allocator counts. MFU: `exact` FLOPs, three forwards a step, over the peak of a known GPU in bfloat16, else n/a.
 """
 import json
 import math
@@ -12,34 +18,59 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import config  # before torch: see the top of config/__init__.py
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from config import UserError, key
-from model import FOLDS, GPT, GPTConfig, param_groups
-from train import TrainConfig, check_ranges, clip_gradients, commit, compile_parts, pick_device, step_gradients, want_compile
+from model import FLOPS, FOLDS, GPT, GPTConfig, Output, param_groups, stream
+from train import RANGES as TRAINING_RANGES
+from train import TrainConfig, check_ranges, checkpoint_activations, clip_gradients, commit, compile_parts, pick_device
+from train import step_gradients, want_compile
 
-MODES = ("train", "generate")
-RANGES = {"vocab_size": (1, math.inf), "batch_size": (1, math.inf), "repeats": (1, math.inf), "seq_len": (1, math.inf),
-          "depth": (0, math.inf), "prompt_tokens": (1, math.inf), "new_tokens": (1, math.inf), "threads": (1, math.inf)}
+HERE = Path(__file__).resolve().parent
+RANGES = TRAINING_RANGES | {"vocab_size": (1, math.inf), "repeats": (1, math.inf), "seq_len": (1, math.inf), "depth": (0, math.inf),
+                            "prompt_tokens": (1, math.inf), "new_tokens": (1, math.inf), "threads": (1, math.inf)}
+# Dense bfloat16 FLOPs per second by the name that the driver gives; a name that is not here has no utilisation.
+PEAKS = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA GH200 480GB": 989.4e12, "NVIDIA H100 PCIe": 756e12,
+         "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
+         "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12}
 
 
 @dataclass
 class BenchConfig:
     """Measuring"""
-    vocab_size: int | None = key(None, "rows of the token table; None = 320, the byte tokenizer's")
-    batch_size: int = key(8, "rows")
+    vocab_size: int | None = key(None, "rows of the token table; None = 320, the byte tokenizer's (counts: 50304, GPT-2's)")
+    batch_size: int = key(8, "rows of a micro-batch")
     repeats: int = key(9, "interleaved repeats; the median counts")
-    seq_len: int | None = key(None, "train: tokens per row; None = block_size")
+    seq_len: int | None = key(None, "train, counts: tokens per row; None = block_size")
     depth: int | None = key(None, "steps to run; None = n_recur, also in training")
+    against: str | None = key(None, "train: transformers = beside each config Hugging Face's dense model of as many executed blocks",
+                              choices=("transformers",))
     prompt_tokens: int = key(1, "generate: tokens of the prompt")
     new_tokens: int = key(256, "generate: tokens to write")
     cache: str = key("full", "generate: K/V kept of the looped core", choices=tuple(FOLDS))
     threads: int = key(1, "CPU threads")
+
+
+class Run(NamedTuple):
+    """Something to time. step() does it once and returns None, or the seconds to its first token."""
+    step: Callable
+    flops: float                          # of one step
+    tokens: int                           # of one step, all micro-batches together
+    facts: dict                           # for the row as they are
+    held: Callable = lambda: []           # tensors that are there between steps
+
+
+# ---------------------------------------------------------------------------------------------------------------- clocks
 
 
 def clock(device):
@@ -50,81 +81,328 @@ def clock(device):
     return time.process_time()
 
 
-def train_step(cfg, s, device, autocast, compiled):
-    """A function that runs one optimizer step, its FLOPs (forward and backward count three forwards) and its tokens."""
-    T = s.seq_len or cfg.block_size
-    if T > cfg.block_size:
-        raise ValueError(f"seq_len={T} is more than block_size={cfg.block_size}")
+def interleave(runs, repeats, device):
+    """({name: [(seconds, what the step returned) per repeat]}, {name: seconds of the first round, which is set apart})."""
+    times, first = {name: [] for name in runs}, {}
+    rounds = [(i, name) for i in range(-1, repeats) for name in runs]
+    for i, name in tqdm(rounds, disable=None, leave=False):
+        start = clock(device)
+        returned = runs[name].step()
+        took = clock(device) - start
+        if i < 0:
+            first[name] = took
+        else:
+            times[name].append((took, returned))
+    return times, first
+
+
+def measure(runs, repeats, device):
+    """(times of interleave, a row per run). The median repeat is a real one (of an even number, the lower), so that its
+    parts add up."""
+    times, first = interleave(runs, repeats, device)
+    rows, reference = [], next(iter(runs))
+    for name, run in runs.items():
+        took, returned = sorted(times[name], key=lambda pair: pair[0])[(repeats - 1) // 2]
+        time_over, flops_over = time_ratio(times, name, reference), run.flops / runs[reference].flops
+        rows.append({"name": name, "ms": took * 1e3, "spread_ms": (max(times[name])[0] - min(times[name])[0]) * 1e3,
+                     "tokens_per_second": run.tokens / took, "time_ratio": time_over, "flops_ratio": flops_over,
+                     "time_over_flops": time_over / flops_over, "first_seconds": first[name],
+                     "first_token_ms": returned and returned * 1e3, **run.facts})
+    return times, rows
+
+
+def time_ratio(times, name, reference):
+    return statistics.median(a / b for (a, _), (b, _) in zip(times[name], times[reference]))
+
+
+def utilisation(flops_per_second, device, dtype):
+    """Fraction of the device's peak; None where that is not known."""
+    peak = PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" and dtype == "bfloat16" else None
+    return peak and flops_per_second / peak
+
+
+# ---------------------------------------------------------------------------------------------------------------- memory
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that are alive, counted by storage after every operation: views and writes in place add
+    nothing, and what autograd keeps for the backward pass counts for as long as it is kept."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+        self.count(held)
+
+    def count(self, tensors):
+        for storage in (x.untyped_storage() for x in tensors if isinstance(x, torch.Tensor)):
+            ref = StorageWeakRef(storage)
+            self.storages.setdefault(ref.cdata, (ref, storage.nbytes()))        # a weak reference keeps cdata from being used again
+        self.storages = {key: kept for key, kept in self.storages.items() if not kept[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.storages.values()))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.count(tree_leaves(out))
+        return out
+
+
+def peak_bytes(run, device, compiled):
+    """Bytes at the fullest moment of one more, untimed step. None: compiled code on a CPU allocates behind our back."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()                                  # also what belongs to the other rows
+        run.step()
+        torch.cuda.synchronize()
+        return Live(run.held()).peak + torch.cuda.max_memory_allocated() - before
+    if device.type != "cpu" or compiled:
+        return None
+    with Live(run.held()) as live:
+        run.step()
+    return live.peak
+
+
+# ----------------------------------------------------------------------------------------------------------------- train
+
+
+def ours(cfg, depth, s, device, compiled):
+    """This repository's model, and how one calls it for a loss."""
     model = GPT(cfg).to(device).train()
+    depth = model.check_depth(depth)
+    if s.checkpoint_activations:
+        checkpoint_activations(model)
     if compiled:
         compile_parts(model)
-    optimizer = torch.optim.AdamW(param_groups(model, 0.1), lr=1e-4, fused=True)
-    ids_BT = torch.randint(cfg.vocab_size, (s.batch_size, T + 1), device=device)
-    depth, batch = cfg.n_recur if s.depth is None else model.check_depth(s.depth), [(ids_BT[:, :-1], ids_BT[:, 1:])]
-    at_depth = lambda ids_BT, targets_BT, seed: model(ids_BT, targets_BT, depth=depth, seed=seed)
+    return model, lambda ids_BT, targets_BT, seed: model(ids_BT, targets_BT, depth=depth, seed=seed)
+
+
+def dense_twin(cfg, depth):
+    """A plain transformer of the same shape with as many blocks as `cfg` executes at `depth`."""
+    shape = ("block", "vocab_size", "block_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "dropout", "rope_theta", "norm_eps")
+    return GPTConfig(**{name: getattr(cfg, name) for name in shape}, n_core=cfg.executed_blocks(depth))
+
+
+def theirs(cfg, depth, s, device, compiled):
+    """Hugging Face's model of a dense `cfg`, and how one calls it for a loss: it shifts labels itself, so ids are its
+    labels. GPT-2 keeps its biases and gets the exact GELU."""
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("--against=transformers needs transformers, which is not installed: pip install transformers")
+    for name, other in (("dropout", cfg.dropout > 0), ("checkpoint_activations", s.checkpoint_activations),
+                        ("n_kv_head", cfg.block == "gpt2" and cfg.kv_heads != cfg.n_head)):
+        if other:
+            raise UserError(f"--against=transformers has no counterpart to {name}={getattr(s, name)}; leave it out")
+    transformers.logging.set_verbosity_error()
+    same = dict(vocab_size=cfg.vocab_size, use_cache=False, tie_word_embeddings=True, attn_implementation="sdpa", bos_token_id=0, eos_token_id=0)
+    if cfg.block == "gpt2":
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            n_positions=cfg.block_size, n_embd=cfg.n_embd, n_head=cfg.n_head, n_layer=cfg.n_core, n_inner=cfg.ffn_width,
+            layer_norm_epsilon=cfg.norm_eps, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **same))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            max_position_embeddings=cfg.block_size, hidden_size=cfg.n_embd, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.kv_heads,
+            num_hidden_layers=cfg.n_core, intermediate_size=cfg.ffn_width, rms_norm_eps=cfg.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta}, **same))
+    model = model.to(device).train()
+    if compiled:
+        model.compile()
+    nothing = torch.zeros(1, 1)
+    return model, lambda ids_BT, targets_BT, seed: Output(None, model(input_ids=ids_BT, labels=ids_BT).loss, {}, nothing)
+
+
+def train_step(make, cfg, depth, s, device, autocast, compiled):
+    """One optimizer step as train.py makes it, all its micro-batches included. Backward counts as two forwards."""
+    T, A = tokens_of(cfg, s), s.gradient_accumulation_steps
+    start = clock(device)
+    model, call = make(cfg, depth, s, device, compiled)
+    optimizer = torch.optim.AdamW(param_groups(model, s.weight_decay), lr=1e-4, fused=device.type in ("cpu", "cuda"))
+    setup = clock(device) - start
+    ids = [torch.randint(cfg.vocab_size, (s.batch_size, T + 1), device=device) for _ in range(A)]
+    batches, seeds, tokens = [(ids_BT[:, :-1], ids_BT[:, 1:]) for ids_BT in ids], [(i, i) for i in range(A)], A * s.batch_size * T
 
     def step():
-        step_gradients(at_depth, batch, [(0, 0)], autocast)
+        step_gradients(call, batches, seeds, autocast)
         clip_gradients(model, s.grad_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return step, 3 * s.batch_size * T * cfg.flops_per_token(T, depth=depth), s.batch_size * T
+    held = lambda: [*model.parameters(), *model.buffers(), *ids, *tree_leaves(list(optimizer.state.values()))]
+    return Run(step, 3 * tokens * cfg.flops_per_token(T, depth=depth), tokens, {"setup_seconds": setup, "tokens_per_update": tokens}, held)
+
+
+def train(all_settings, cfgs, device, dtype, autocast):
+    s = next(iter(all_settings.values()))
+    compiled = want_compile(s.compile, device)
+    runs, pairs = {}, {}
+    for name, cfg in cfgs.items():
+        one, depth = all_settings[name], depth_of(cfg, all_settings[name])
+        runs[name] = train_step(ours, cfg, depth, one, device, autocast, compiled)
+        if one.against:
+            dense = dense_twin(cfg, depth)
+            pairs[name] = f"{name} transformers" if dense.layout == cfg.layout else f"{name} transformers, dense {dense.layout}"
+            runs[pairs[name]] = train_step(theirs, dense, 1, one, device, autocast, compiled)
+    print(heading("train", all_settings, cfgs, lambda one, cfg: f"{one.batch_size} rows x {tokens_of(cfg, one)} tokens x "
+                  f"{one.gradient_accumulation_steps} accumulation", f"{device} {dtype}{' compiled' if compiled else ''}"))
+    times, rows = measure(runs, s.repeats, device)
+    for row, run in zip(rows, runs.values()):
+        row.update(peak_bytes=peak_bytes(run, device, compiled), utilisation=utilisation(run.flops / row["ms"] * 1e3, device, dtype))
+    table(rows, [("ms", "ms", ".1f", 1), ("spread", "spread_ms", ".1f", 1), ("tokens", "tokens_per_update", ",", 1),
+                 ("tokens/s", "tokens_per_second", ",.0f", 1), ("MiB", "peak_bytes", ",.1f", 2**-20), ("MFU", "utilisation", ".3f", 1),
+                 ("setup s", "setup_seconds", ".2f", 1), ("first s", "first_seconds", ".2f", 1), *RATIOS])
+    against = {name: time_ratio(times, other, name) for name, other in pairs.items()}
+    for name, ratio in against.items():
+        biases = ", with biases" if cfgs[name].block == "gpt2" and not cfgs[name].bias else ""
+        print(f"time of transformers / {name}: {ratio:.3f} ({pairs[name]}{biases}; loss, clipping and optimizer included)")
+    return {"rows": rows, "compiled": compiled, "theirs_over_ours": against}
+
+
+# -------------------------------------------------------------------------------------------------------------- generate
 
 
 def generate_step(cfg, s, device, autocast, use_cache):
-    """A function that writes new_tokens for every row, its FLOPs (one pass over all tokens with a cache: causal attention
-    adds up the same token by token; one pass over the whole context per token without) and its new tokens."""
+    """new_tokens for every row. FLOPs: with a cache one pass over all tokens (causal attention adds up the same token by
+    token), without one a pass over the whole context per token; logits only where a token is drawn."""
     if s.prompt_tokens + s.new_tokens - 1 > cfg.block_size:
         raise ValueError(f"prompt_tokens={s.prompt_tokens} and new_tokens={s.new_tokens} do not fit block_size={cfg.block_size}; "
                          f"together they may be {cfg.block_size + 1}")
+    start = clock(device)
     model = GPT(cfg).to(device).eval()
+    setup = clock(device) - start
     model.check_depth(s.depth)
     cfg.check_cache(s.cache)
-    ids_BT = torch.randint(cfg.vocab_size, (s.batch_size, s.prompt_tokens), device=device)
+    prompts = torch.randint(cfg.vocab_size, (s.batch_size, s.prompt_tokens)).tolist()
 
     def step():
         with autocast:
-            model.generate(ids_BT, s.new_tokens, temperature=0, depth=s.depth, cache=s.cache, use_cache=use_cache)
+            start, tokens = clock(device), stream(model, prompts, s.new_tokens, temperature=0, depth=s.depth, cache=s.cache, use_cache=use_cache)
+            next(tokens)                                                        # the prompt is read, the first token is drawn
+            to_first = clock(device) - start
+            for _ in tokens:
+                pass
+        return to_first
 
     last = s.prompt_tokens + s.new_tokens - 1
     head, whole = 2 * cfg.vocab_size * cfg.n_embd, lambda n: n * cfg.flops_per_token(n, depth=s.depth)
     passes = [last] if use_cache else range(s.prompt_tokens, last + 1)
-    unused_heads = sum(passes) - s.new_tokens                 # logits are made only where a token is drawn
-    return step, s.batch_size * (sum(map(whole, passes)) - unused_heads * head), s.batch_size * s.new_tokens
+    flops = s.batch_size * (sum(map(whole, passes)) - (sum(passes) - s.new_tokens) * head)
+    return Run(step, flops, s.batch_size * s.new_tokens,
+               {"setup_seconds": setup, "batch_size": s.batch_size, "prompt_tokens": s.prompt_tokens, "new_tokens": s.new_tokens})
 
 
-def interleave(steps, repeats, device):
-    """seconds[name][repeat] after one warm-up round; and the seconds of that round (set-up, compilation)."""
-    seconds, warm = {name: [] for name in steps}, {}
-    rounds = [(i, name) for i in range(-1, repeats) for name in steps]
-    for i, name in tqdm(rounds, disable=None, leave=False):
-        start = clock(device)
-        steps[name]()
-        took = clock(device) - start
-        if i < 0:
-            warm[name] = took
-        else:
-            seconds[name].append(took)
-    return seconds, warm
+def generate(all_settings, cfgs, device, dtype, autocast):
+    s = next(iter(all_settings.values()))
+    if s.compile is True:
+        print("note: bench.py generate runs eagerly", file=sys.stderr)
+    runs = {f"{name} {how}": generate_step(cfg, all_settings[name], device, autocast, how == "cached")
+            for name, cfg in cfgs.items() for how in ("cached", "uncached")}
+    print(heading("generate", all_settings, cfgs, lambda one, cfg: f"depth {depth_of(cfg, one)}, cache {one.cache}", f"{device} {dtype}"))
+    _, rows = measure(runs, s.repeats, device)
+    for row in rows:
+        B, to_first, decode, more = row["batch_size"], row["first_token_ms"], row["ms"] - row["first_token_ms"], row["new_tokens"] - 1
+        row.update(decode_ms=decode, prefill_tokens_per_second=B * row["prompt_tokens"] / to_first * 1e3,
+                   decode_tokens_per_second=B * more / decode * 1e3 if more else None)
+    table(rows, [("rows", "batch_size", "", 1), ("prompt", "prompt_tokens", "", 1), ("new", "new_tokens", "", 1), ("ms", "ms", ".1f", 1),
+                 ("spread", "spread_ms", ".1f", 1), ("first ms", "first_token_ms", ".2f", 1),
+                 ("prefill tok/s", "prefill_tokens_per_second", ",.0f", 1), ("decode tok/s", "decode_tokens_per_second", ",.0f", 1), *RATIOS])
+    return {"rows": rows}
 
 
-def table(names, seconds, flops, tokens):
-    """One row per name: median ms, spread, tokens/s, time ratio and FLOPs ratio to the first name."""
-    first, rows = names[0], []
-    for name in names:
-        median = statistics.median(seconds[name])
-        ratios = [a / b for a, b in zip(seconds[name], seconds[first])]
-        rows.append({"name": name, "ms": median * 1e3, "spread_ms": (max(seconds[name]) - min(seconds[name])) * 1e3,
-                     "tokens_per_second": tokens[name] / median, "time_ratio": statistics.median(ratios),
-                     "flops_ratio": flops[name] / flops[first]})
-        rows[-1]["time_over_flops"] = rows[-1]["time_ratio"] / rows[-1]["flops_ratio"]
-    width = max(len(name) for name in names)
-    print(f"{'':{width}} {'ms':>10} {'spread':>8} {'tokens/s':>10} {'time':>7} {'FLOPs':>7} {'time/FLOPs':>10}")
-    for r in rows:
-        print(f"{r['name']:{width}} {r['ms']:10.1f} {r['spread_ms']:8.1f} {r['tokens_per_second']:10,.0f} {r['time_ratio']:7.3f} "
-              f"{r['flops_ratio']:7.3f} {r['time_over_flops']:10.3f}")
-    return rows
+# ---------------------------------------------------------------------------------------------------------------- counts
+
+# How published.json names what can be counted, at the row's vocabulary: (config, its row) -> number.
+OURS = {"n_params": lambda cfg, row: cfg.n_params(), "n_params_without_tables": lambda cfg, row: cfg.n_params(embeddings=False),
+        "n_params_of_tables": lambda cfg, row: cfg.n_params() - cfg.n_params(embeddings=False),
+        "flops_paper": lambda cfg, row: cfg.flops_per_token(cfg.block_size, "paper"),
+        "flops_grt_per_block": lambda cfg, row: cfg.flops_per_token(cfg.block_size, "grt") / cfg.executed_blocks(),
+        "kv+weights GiB": lambda cfg, row: 2 * cfg.n_params() + cfg.kv_bytes(row["seq_len"], row["batch_size"], torch.bfloat16, row["cache"])}
+UNITS = {"parameters": 1, "M": 1e6, "MFLOP": 1e6, "B": 1e9, "GiB": 2**30}
+
+
+def count(cfg, s):
+    """{quantity: number} of one config, by arithmetic; a model is built without memory, to count its parameters."""
+    T, D = tokens_of(cfg, s), depth_of(cfg, s)
+    with torch.device("meta"):
+        GPT(cfg).check_depth(D)
+    bare, full = cfg.n_params(embeddings=False), cfg.n_params()
+    row = {"parameters": full, "parameters without tables": bare, "blocks executed": cfg.executed_blocks(D),
+           "blocks owned": cfg.n_prelude + cfg.n_core + cfg.n_coda}
+    row |= {f"FLOPs per token, {name}": cfg.flops_per_token(T, name, D) for name in FLOPS}
+    caches = [name for name in FOLDS if name == "full" or cfg.compressible and cfg.n_recur > 1]
+    each = {name: cfg.kv_bytes(2, 1, torch.bfloat16, name, D) - cfg.kv_bytes(1, 1, torch.bfloat16, name, D) for name in caches}
+    row |= {f"K/V bytes per token, cache {name}": each.get(name) for name in FOLDS}     # one more token; n/a: nothing to compress
+    return row | {"weights MiB, float32": full * 4 / 2**20, "weights MiB, bfloat16": full * 2 / 2**20}
+
+
+def counts(all_settings, cfgs):
+    rows = {name: count(cfg, all_settings[name]) for name, cfg in cfgs.items()}
+    first = next(iter(rows.values()))
+    for row in rows.values():
+        row["exact FLOPs, ratio to the first"] = row["FLOPs per token, exact"] / first["FLOPs per token, exact"]
+    contexts = lambda one, cfg: f"context {tokens_of(cfg, one)}, vocabulary {cfg.vocab_size}"
+    print(heading("counts", all_settings, cfgs, contexts, "one forward pass, K/V in bfloat16"))
+    text = lambda x: "n/a" if x is None else f"{x:,.0f}" if x == int(x) else f"{x:,.3f}"
+    show([["", *rows], *([quantity, *(text(row[quantity]) for row in rows.values())] for quantity in first)])
+    published = compare_published(all_settings, cfgs)
+    return {"rows": [{"name": name, **row} for name, row in rows.items()], "published": published}
+
+
+def compare_published(all_settings, cfgs):
+    """What the papers printed about the configs at hand, beside what is counted here. Prints and returns the rows."""
+    path, found = HERE / "config" / "published.json", []
+    for row in json.loads(path.read_text("utf-8"))["rows"] if path.is_file() else []:
+        for name, cfg in cfgs.items():
+            if row["config"] and (HERE / "config" / row["config"]).with_suffix(".py") == Path(all_settings[name].files[-1]).resolve():
+                at = all_settings[name].build(GPTConfig, vocab_size=row.get("vocab_size", cfg.vocab_size))
+                mine = OURS[row["ours"]](at, row) / UNITS[row["unit"]] if row["ours"] in OURS else None
+                found.append({"name": name, **row, "counted": mine})
+    if found:
+        print("published, and counted here at the same vocabulary")
+    for row in found:
+        print(f"  {row['name']}: {row['quantity']} ({row['paper']}, {row['setting']}) {row['value']} {row['unit']}{verdict(row)}")
+    return found
+
+
+def verdict(row):
+    if row["agrees"] is None:                                 # a loss, a time: nothing to count
+        return ""
+    number = "by tests/test_published.py" if row["counted"] is None else f"{row['counted']:,.10g}"
+    return f", counted {number}: {'agrees' if row['agrees'] else 'does not agree'}"
+
+
+# ------------------------------------------------------------------------------------------------------------------ main
+
+RATIOS = [("time", "time_ratio", ".3f", 1), ("FLOPs", "flops_ratio", ".3f", 1), ("time/FLOPs", "time_over_flops", ".3f", 1)]
+MODES = {"counts": counts, "train": train, "generate": generate}
+
+
+def table(rows, columns):
+    """A line per row. columns: (title, key, format, factor); None is n/a."""
+    text = lambda x, form, factor: "n/a" if x is None else format(x * factor, form)
+    show([["", *(title for title, *_ in columns)],
+          *([row["name"], *(text(row[name], form, factor) for _, name, form, factor in columns)] for row in rows)])
+
+
+def show(cells):
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for first, *rest in cells:
+        print("  ".join([f"{first:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(rest, widths[1:]))]))
+
+
+def depth_of(cfg, s):
+    return cfg.n_recur if s.depth is None else s.depth
+
+
+def tokens_of(cfg, s):
+    T = s.seq_len or cfg.block_size
+    if T > cfg.block_size:
+        raise ValueError(f"seq_len={T} is more than block_size={cfg.block_size}")
+    return T
+
+
+def heading(mode, all_settings, cfgs, details, machine):
+    return (f"{mode}: {', '.join(f'{name} {cfg.layout} ({details(all_settings[name], cfg)})' for name, cfg in cfgs.items())}; {machine}, "
+            f"{torch.get_num_threads()} threads, torch {torch.__version__}, commit {commit()}")
 
 
 def settings_of(argv):
@@ -148,30 +426,20 @@ def settings_of(argv):
 def main(argv):
     mode, all_settings = settings_of(argv)
     s = next(iter(all_settings.values()))
-    device, dtype, autocast = pick_device(s)
+    vocab_size = 50304 if mode == "counts" else 320
+    cfgs = {name: one.build(GPTConfig, vocab_size=one.vocab_size or vocab_size) for name, one in all_settings.items()}
     torch.set_num_threads(s.threads)
     torch.manual_seed(0)
-    cfgs = {name: one.build(GPTConfig, vocab_size=one.vocab_size or 320) for name, one in all_settings.items()}
-    compiled = mode == "train" and want_compile(s.compile, device)
-    if s.compile is True and not compiled:
-        print(f"note: bench.py {mode} runs eagerly", file=sys.stderr)
     try:
-        if mode == "train":
-            made = {name: train_step(cfg, all_settings[name], device, autocast, compiled) for name, cfg in cfgs.items()}
+        if mode == "counts":
+            record = counts(all_settings, cfgs)
         else:
-            made = {f"{name} {how}": generate_step(cfg, all_settings[name], device, autocast, how == "cached")
-                    for name, cfg in cfgs.items() for how in ("cached", "uncached")}
+            device, dtype, autocast = pick_device(s)
+            record = MODES[mode](all_settings, cfgs, device, dtype, autocast) | {"repeats": s.repeats, "device": str(device), "dtype": dtype}
     except ValueError as error:
         raise UserError(str(error))
-    steps, flops, tokens = ({name: parts[i] for name, parts in made.items()} for i in range(3))
-    print(f"{mode}: {', '.join(f'{name} {cfg.layout} ({all_settings[name].batch_size} rows)' for name, cfg in cfgs.items())}; "
-          f"{f'{s.new_tokens} tokens after {s.prompt_tokens}; ' if mode == 'generate' else ''}{device} {dtype}"
-          f"{' compiled' if compiled else ''}, {s.threads} threads, torch {torch.__version__}, commit {commit()}")
-    seconds, warm = interleave(steps, s.repeats, device)
-    rows = table(list(made), seconds, flops, tokens)
-    print(json.dumps({"mode": mode, "rows": rows, "first_round_seconds": warm, "repeats": s.repeats, "threads": s.threads, "device": str(device),
-                      "dtype": dtype, "compiled": compiled, "torch": str(torch.__version__), "python": platform.python_version(),
-                      "commit": commit()}), flush=True)
+    print(json.dumps({"mode": mode, **record, "threads": torch.get_num_threads(), "torch": str(torch.__version__),
+                      "python": platform.python_version(), "commit": commit()}), flush=True)
 
 
 if __name__ == "__main__":

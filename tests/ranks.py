@@ -30,7 +30,13 @@ RUNS = {
     "compiled": dict(SHORT, compile=True), "compiled fsdp": dict(SHORT, compile=True, parallel="fsdp"),
     "gathers": dict(CALM, max_iters=2, log_interval=100, gradient_accumulation_steps=2, parallel="fsdp"),
     "on 4": dict(CALM, init_from="resume", parallel="fsdp"), "odd": dict(CALM, gradient_accumulation_steps=5),
+    "uneven": dict(CALM, max_iters=2),
 }
+
+
+def with_gaps(batches):
+    """The same batches, with other numbers of targets that count in each."""
+    return [(ids_BT, targets_BT.masked_fill(ids_BT % (2 + ids_BT[0, 0] % 5) > 0, -100)) for ids_BT, targets_BT in batches]
 
 
 class Watched:
@@ -61,7 +67,7 @@ class Watched:
             os.kill(os.getpid(), signal.SIGINT)
         self.seen["events"].append("step")
         self.seen["first_ids"].append([ids_BT[0].tolist() for ids_BT, _ in batches])
-        loss, depth = self.step_gradients(net, batches, *args)
+        loss, depth = self.step_gradients(net, with_gaps(batches) if self.name == "uneven" else batches, *args)
         self.seen["depths"].append(float(depth))
         return loss, depth
 

@@ -1,21 +1,24 @@
-"""What bench.py promises: interleaved measurements, honest ratios, a table and one line of JSON.
+"""What bench.py promises: interleaved measurements, honest ratios, counts without a model, a table and one line of JSON.
 
     python -m pytest -q tests/test_bench.py
 """
+import contextlib
 import json
 import os
 import re
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from toy import DENSE, flags, make_config
+from toy import DENSE, SEQUENCE, flags, make_config, refusal
 
 import bench
-from config import UserError
-from model import GPT, GPTConfig
+import model
+from model import FLOPS, GPT, GPTConfig
 
-CPU = torch.device("cpu")
+CPU, PLAIN = torch.device("cpu"), contextlib.nullcontext()
 
 
 @pytest.fixture
@@ -34,27 +37,177 @@ def go(tmp_path, monkeypatch, capsys):
     return go
 
 
-def refusal(*argv):
-    with pytest.raises(UserError) as error:
-        bench.main(list(argv))
-    assert "\n" not in str(error.value)
-    return str(error.value)
+def settings_of(path, **changes):
+    return bench.settings_of(["train", path, *flags(vocab_size=64, **changes)])[1][Path(path).stem]
 
 
 def config_of(path, **changes):
-    return bench.settings_of(["train", path, *flags(vocab_size=64, **changes)])[1][Path(path).stem].build(GPTConfig)
+    return settings_of(path, **changes).build(GPTConfig)
 
+
+def training(path, make=bench.ours, **changes):
+    s = settings_of(path, **changes)
+    cfg = s.build(GPTConfig)
+    return bench.train_step(make, cfg, bench.depth_of(cfg, s), s, CPU, PLAIN, False)
+
+
+def numbers(line):
+    """The cells of a table row behind its name, n/a as None."""
+    return [None if cell == "n/a" else float(cell.replace(",", "")) for cell in re.split(r"  +", line.strip())[1:]]
+
+
+# ------------------------------------------------------------------------------------------------------- a table and a record
 
 def test_the_last_line_is_json_and_the_rest_a_table(go):
     (head, columns, *table), record, _ = go("train", "toy.py", "dense.py")
-    assert "toy 1+1x4+1 (4 rows), dense 0+2x1+0 (2 rows)" in head and "cpu float32, 1 threads" in head
-    assert columns.split() == ["ms", "spread", "tokens/s", "time", "FLOPs", "time/FLOPs"] and [line.split()[0] for line in table] == ["toy", "dense"]
-    assert record["mode"] == "train" and [row["name"] for row in record["rows"]] == ["toy", "dense"]
-    assert {"device", "dtype", "threads", "torch", "python", "commit", "repeats", "first_round_seconds", "compiled"} <= set(record)
+    assert "toy 1+1x4+1 (4 rows x 32 tokens x 1 accumulation), dense 0+2x1+0 (2 rows x 32" in head
+    assert re.split(r"  +", columns.strip()) == ["ms", "spread", "tokens", "tokens/s", "MiB", "MFU", "setup s", "first s", "time", "FLOPs",
+                                                 "time/FLOPs"]
+    assert record["mode"] == "train" and [row["name"] for row in record["rows"]] == ["toy", "dense"] == [line.split()[0] for line in table]
+    assert {"device", "dtype", "threads", "torch", "python", "commit", "repeats", "compiled"} <= set(record)
     for line, row in zip(table, record["rows"]):
-        assert [float(cell.replace(",", "")) for cell in line.split()[1:]] == pytest.approx(
-            [row[name] for name in ("ms", "spread_ms", "tokens_per_second", "time_ratio", "flops_ratio", "time_over_flops")], abs=0.6)
+        expected = [row[name] for name in ("ms", "spread_ms", "tokens_per_update", "tokens_per_second")] + [row["peak_bytes"] / 2**20, None]
+        expected += [row[name] for name in ("setup_seconds", "first_seconds", "time_ratio", "flops_ratio", "time_over_flops")]
+        assert [x for x in numbers(line) if x is not None] == pytest.approx([x for x in expected if x is not None], abs=0.6)
+        assert numbers(line)[5] is None is row["utilisation"]
 
+
+@pytest.mark.parametrize("mode", ["counts", "train", "generate"])
+def test_the_first_line_names_torchs_own_thread_count(go, mode, monkeypatch):
+    (head, *_), record, _ = go(mode, "toy.py", threads=2)
+    assert ", 2 threads, torch" in head and record["threads"] == 2 == torch.get_num_threads()
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)       # a flag that nobody obeys is not what is printed
+    assert go(mode, "toy.py", threads=1)[1]["threads"] == 2
+    monkeypatch.undo()
+    torch.set_num_threads(1)
+
+
+def test_progress_and_notes_stay_off_stdout(go, monkeypatch):
+    def no_compiler(*args, **kwargs):
+        raise RuntimeError
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    lines, record, err = go("train", "toy.py", compile="true")
+    assert len(lines) == 3 and record["compiled"] is False and "torch.compile does not work here" in err
+    assert re.search("generate runs eagerly", go("generate", "toy.py", compile="true")[2])
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], "counts or train or generate, got none"), (["race", "toy.py"], "got race"), (["train", "generate", "toy.py"], "got train generate"),
+    (["train"], "needs config files"), (["train", "none.py"], "none.py: no such file"), (["train", "toy.py", "--n_heads=2"], "did you mean 'n_head'"),
+    (["train", "toy.py", "--repeats=0"], "repeats=0"), (["train", "toy.py", "--threads=0"], "threads=0"),
+    (["train", "toy.py", "--batch_size=0"], "batch_size=0"),
+    (["train", "toy.py", "--seq_len=33"], "seq_len=33 is more than block_size=32"), (["train", "toy.py", "--seq_len=0"], "seq_len=0"),
+    (["counts", "toy.py", "--seq_len=33"], "seq_len=33 is more than block_size=32"), (["train", "toy.py", "--grad_clip=-1"], "grad_clip=-1"),
+    (["train", "toy.py", "--gradient_accumulation_steps=0"], "gradient_accumulation_steps=0"), (["counts", "toy.py", "--depth=-1"], "depth=-1"),
+    (["counts", "sequence.py", "--depth=3"], "depth=3 cannot be run"), (["train", "sequence.py", "--depth=3"], "depth=3 cannot be run"),
+    (["train", "toy.py", "dense.py", "--n_head=3"], "n_head=3 does not divide"),
+    (["generate", "toy.py", "--new_tokens=33"], "together they may be 33"),
+    (["generate", "toy.py", "--new_tokens=0"], "new_tokens=0"), (["generate", "toy.py", "--prompt_tokens=0"], "prompt_tokens=0"),
+    (["generate", "toy.py", "--depth=-1"], "depth=-1"), (["generate", "toy.py", "--cache=none"], "cache has no choice"),
+    (["train", "toy.py", "--against=torch"], "against has no choice 'torch'"),
+    (["train", "toy.py", "--against=transformers", "--dropout=0.1"], "no counterpart to dropout=0.1"),
+    (["train", "toy.py", "--against=transformers", "--checkpoint_activations=true"], "checkpoint_activations=True"),
+    (["train", "toy.py", "--against=transformers", "--n_kv_head=1"], "counterpart to n_kv_head=1")])
+def test_what_cannot_be_measured_is_one_line(go, tmp_path, argv, words):
+    if "transformers" in str(argv):
+        pytest.importorskip("transformers")
+    os.rename("toy.py", "kept.py")
+    make_config(tmp_path, **SEQUENCE)
+    os.rename("toy.py", "sequence.py")
+    os.rename("kept.py", "toy.py")
+    assert words in refusal(bench.main, argv)
+
+
+# ------------------------------------------------------------------------------------------------------- clocks and ratios
+
+def measured(monkeypatch, work, **times):
+    """The rows of runs that took these times; work: name -> (FLOPs, tokens)."""
+    monkeypatch.setattr(bench, "interleave", lambda runs, repeats, device: (times, dict.fromkeys(runs, 9.0)))
+    return bench.measure({name: bench.Run(None, *work[name], {}) for name in times}, len(times["a"]), CPU)[1]
+
+
+def test_ratios_are_medians_over_pairs_of_the_same_repeat(monkeypatch):
+    a, b = measured(monkeypatch, {"a": (10, 100), "b": (40, 100)}, a=[(1.0, None), (2.0, None), (4.0, None)],
+                    b=[(3.0, None), (2.0, None), (4.0, None)])          # the machine slows down on the way
+    assert (a["time_ratio"], b["time_ratio"], b["flops_ratio"], b["time_over_flops"]) == (1, 1, 4, 0.25)
+    assert (b["ms"], b["spread_ms"], b["tokens_per_second"], b["first_seconds"], b["first_token_ms"]) == (3000, 2000, pytest.approx(100 / 3), 9, None)
+
+
+def test_the_median_is_a_repeat_that_took_place(monkeypatch):
+    row, = measured(monkeypatch, {"a": (1, 1)}, a=[(4.0, 1.0), (1.0, 0.5), (3.0, 0.25), (2.0, 0.125)])
+    assert (row["ms"], row["first_token_ms"]) == (2000, 125)
+
+
+def test_measurements_take_turns_after_a_first_round_that_stands_apart():
+    calls = []
+
+    def run(name):
+        def step():
+            calls.append(name)
+            if len(calls) <= 2:                                         # set-up and compilation
+                end = time.process_time() + 0.05
+                while time.process_time() < end:
+                    pass
+            return len(calls)
+        return bench.Run(step, 1, 1, {})
+    times, first = bench.interleave({name: run(name) for name in "ab"}, 3, CPU)
+    assert calls == list("abababab") and [returned for _, returned in times["a"]] == [3, 5, 7]
+    assert min(first.values()) >= 0.05 > max(took for name in "ab" for took, _ in times[name])
+
+
+def test_utilisation_is_of_a_known_device_or_not_there(monkeypatch):
+    assert bench.utilisation(1e12, CPU, "bfloat16") is None
+    for name, dtype, expected in (("NVIDIA H100 PCIe", "bfloat16", 0.5), ("NVIDIA H100 PCIe", "float32", None),
+                                  ("NVIDIA A100-SXM4-80GB", "bfloat16", 378 / 312),
+                                  ("NVIDIA H100 PCIe MIG 1g.10gb", "bfloat16", None), ("Unheard Of", "bfloat16", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        assert bench.utilisation(378e12, torch.device("cuda"), dtype) == expected
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+def test_memory_counts_every_living_storage_once():
+    held = torch.zeros(1000)                                            # 4,000 bytes
+    with bench.Live([held, held[:10]]) as live:
+        assert live.peak == 4000
+        x = held + 1                                                    # 8,000
+        x[5:].add_(1)                                                   # a view and a write in place: nothing
+        assert live.peak == 8000
+        y = x * 2                                                       # 12,000
+        del x, y
+        z = torch.zeros(500, dtype=torch.float64)                       # 8,000 again: the peak stays
+        held.add_(z.sum())
+    assert live.peak == 12_000
+    assert bench.peak_bytes(bench.Run(lambda: held + 1, 1, 1, {}, lambda: [held]), CPU, False) == 8000
+    assert bench.peak_bytes(bench.Run(lambda: None, 1, 1, {}), CPU, True) is None         # compiled code would be missed
+
+
+def test_memory_counts_what_autograd_keeps():
+    x = torch.ones(1000, requires_grad=True)
+    with bench.Live([x]) as live:
+        y = x.exp().exp().exp()                                         # each keeps its result for the backward pass
+        assert live.peak == 4 * 4000
+        y.sum().backward()
+    assert 4 * 4000 < live.peak <= 7 * 4000
+
+
+def test_a_training_steps_memory_holds_weights_moments_gradients_and_activations(go):
+    run = training("dense.py")
+    run.step()                                                          # AdamW makes its moments at the first step
+    n = config_of("dense.py").n_params()
+    peak = bench.peak_bytes(run, CPU, False)
+    assert peak == bench.peak_bytes(run, CPU, False) >= 4 * 4 * n
+    assert bench.Live(run.held()).peak == pytest.approx(3 * 4 * n + 8 * 2 * 33, abs=4 * 30)          # AdamW counts its steps, 4 bytes a tensor
+    wide = training("dense.py", batch_size=8)
+    wide.step()
+    activations = (bench.peak_bytes(wide, CPU, False) - peak) / (6 * 32)         # bytes per token
+    D, F, L = 16, 64, 2
+    assert 4 * L * (6 * D + F) < activations < 4 * 3 * (L * (14 * D + 2 * F) + 64)
+    deep = training("toy.py", depth=8), training("toy.py", depth=1)
+    assert bench.peak_bytes(deep[0], CPU, False) > 2 * bench.peak_bytes(deep[1], CPU, False)
+
+
+# --------------------------------------------------------------------------------------------------------------- train
 
 def test_tokens_per_second_count_each_configs_own_tokens(go):
     rows = go("train", "toy.py", "dense.py")[1]["rows"]
@@ -64,26 +217,138 @@ def test_tokens_per_second_count_each_configs_own_tokens(go):
     assert [row["tokens_per_second"] * row["ms"] / 1e3 for row in rows] == pytest.approx([24, 24, 12, 12])
 
 
-def test_ratios_are_medians_over_pairs_of_the_same_repeat(capsys):
-    seconds = {"a": [1.0, 2.0, 4.0], "b": [3.0, 2.0, 4.0]}              # the machine slows down fourfold on the way
-    a, b = bench.table(["a", "b"], seconds, {"a": 10, "b": 40}, {"a": 100, "b": 100})
-    assert (a["time_ratio"], b["time_ratio"], b["flops_ratio"], b["time_over_flops"]) == (1, 1, 4, 0.25)
-    assert (b["ms"], b["spread_ms"], b["tokens_per_second"]) == (3000, 2000, pytest.approx(100 / 3))
-
-
-def test_measurements_take_turns_after_a_first_round_that_does_not_count():
-    calls = []
-    seconds, warm = bench.interleave({name: lambda name=name: calls.append(name) for name in "ab"}, 3, CPU)
-    assert calls == list("abababab") and {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3} and set(warm) == {"a", "b"}
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_an_update_counts_the_tokens_of_all_its_micro_batches(go, monkeypatch, accumulation):
+    seen, forward = [], GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, ids_BT, *args, **kwargs: seen.append(ids_BT.numel()) or forward(self, ids_BT, *args, **kwargs))
+    (head, *_), record, _ = go("train", "dense.py", gradient_accumulation_steps=accumulation)
+    row, calls = record["rows"][0], 1 + 2 + 1                           # a first round, two repeats, one for the memory
+    assert f"2 rows x 32 tokens x {accumulation} accumulation" in head
+    assert sum(seen) / calls == row["tokens_per_update"] == accumulation * 2 * 32
+    assert row["tokens_per_second"] == pytest.approx(sum(seen) / calls / row["ms"] * 1e3)
 
 
 def test_the_flops_of_training_are_three_forwards(go):
-    cfg, dense, s = config_of("toy.py"), config_of("dense.py"), bench.settings_of(["train", "toy.py"])[1]["toy"]
-    assert bench.train_step(cfg, s, CPU, None, False)[1:] == (3 * 4 * 32 * cfg.flops_per_token(32), 4 * 32)
+    cfg, dense = config_of("toy.py"), config_of("dense.py")
+    for accumulation in (1, 4):
+        run = training("toy.py", gradient_accumulation_steps=accumulation)
+        assert (run.flops, run.tokens) == (accumulation * 3 * 4 * 32 * cfg.flops_per_token(32), accumulation * 4 * 32)
     ratio = go("train", "toy.py", "dense.py")[1]["rows"][1]["flops_ratio"]
     assert ratio == pytest.approx(2 * dense.flops_per_token(32) / (4 * cfg.flops_per_token(32)))
     shallow = go("train", "toy.py", "toy.py", depth=2, seq_len=16)[1]["rows"]
     assert shallow[1]["flops_ratio"] == 1 and [row["name"] for row in shallow] == ["toy", "toy'"]
+
+
+def test_checkpointed_activations_are_measured_as_such(go):
+    kept, again = (go("train", "toy.py", depth=8, checkpoint_activations=choice)[1]["rows"][0] for choice in (False, True))
+    assert again["peak_bytes"] < 0.7 * kept["peak_bytes"]
+
+
+def test_a_training_step_runs_at_the_depth_that_was_asked_for(go, monkeypatch):
+    depths, forward = [], GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda *args, **kwargs: depths.append(kwargs["depth"]) or forward(*args, **kwargs))
+    for depth in (None, 2):
+        training("toy.py", depth=depth).step()
+    assert depths == [4, 2]                                             # n_recur, also where training would draw one
+
+
+def test_a_training_step_trains_with_the_loss_of_training(go):
+    torch.manual_seed(0)
+    run = training("toy.py")
+    net = next(cell.cell_contents for cell in run.step.__closure__ if isinstance(cell.cell_contents, GPT))
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    run.step()
+    assert all(not torch.equal(p, before[name]) and p.grad is None for name, p in net.named_parameters())
+    assert net.cfg.fused_loss and not config_of("toy.py", fused_loss=False).fused_loss
+
+
+# --------------------------------------------------------------------------------------------------- train --against=transformers
+
+@pytest.fixture
+def transformers():
+    """For models of other people: the package, or no test."""
+    return pytest.importorskip("transformers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [dict(block="gpt2", n_ffn=40), dict(block="llama", n_kv_head=1, rope_theta=500.0)], ids=["gpt2", "llama"])
+def test_their_model_has_the_shape_of_ours(go, transformers, changes):
+    cfg = config_of("dense.py", n_embd=16, **changes)
+    net, call = bench.theirs(cfg, 1, settings_of("dense.py"), CPU, False)
+    biases = sum(p.numel() for name, p in net.named_parameters() if name.endswith("bias"))
+    assert biases == (16 + 2 * (2 * 16 + 3 * 16 + 16 + 40 + 16) if cfg.block == "gpt2" else 0)      # last norm; per block: norms, q k v, o, up, down
+    assert sum(p.numel() for p in net.parameters()) - biases == cfg.n_params()            # tied: the head is the token table
+    assert net.config._attn_implementation == "sdpa" and net.training and net.config.vocab_size == 64
+    up = torch.linspace(-3, 3, 100)
+    if cfg.block == "gpt2":
+        assert torch.allclose(net.transformer.h[0].mlp.act(up), torch.nn.functional.gelu(up), atol=1e-6)
+    else:
+        assert torch.allclose(net.model.layers[0].mlp.act_fn(up), torch.nn.functional.silu(up), atol=1e-6)
+    assert net.config.to_dict().get("rope_parameters", {"rope_theta": 500})["rope_theta"] == 500
+    ids_BT = torch.randint(64, (2, 32))
+    logits_BTV, loss = net(ids_BT).logits, call(ids_BT, None, None).loss
+    assert torch.equal(net(ids_BT).logits, logits_BTV)                                    # no dropout although it trains
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()).item(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_theirs_stands_beside_each_config_as_the_dense_model_of_as_many_blocks(go, transformers, monkeypatch):
+    built, theirs = [], bench.theirs
+    monkeypatch.setattr(bench, "theirs", lambda cfg, *rest: built.append(cfg) or theirs(cfg, *rest))
+    lines, record, err = go("train", "dense.py", "toy.py", against="transformers", repeats=3)
+    names = ["dense", "dense transformers", "toy", "toy transformers, dense 0+6x1+0"]
+    assert [row["name"] for row in record["rows"]] == names and [cfg.layout for cfg in built] == ["0+2x1+0", "0+6x1+0"]
+    assert [row["tokens_per_update"] for row in record["rows"]] == [64, 64, 128, 128] and err == ""
+    assert record["rows"][1]["flops_ratio"] == 1 and record["rows"][3]["flops_ratio"] < record["rows"][2]["flops_ratio"]
+    assert all(row["peak_bytes"] > 0 for row in record["rows"])
+    for name, line in zip(["dense", "toy"], lines[-2:]):
+        assert f"time of transformers / {name}: {record['theirs_over_ours'][name]:.3f} ({name} transformers" in line and "with biases" in line
+    assert "dense 0+6x1+0, with biases" in lines[-1] and bench.dense_twin(config_of("toy.py"), 2).layout == "0+4x1+0"
+
+
+def test_their_time_over_ours_is_above_one_where_ours_is_faster(go, transformers, monkeypatch):
+    slow = lambda name: [(3.0, None), (6.0, None)] if "transformers" in name else [(1.0, None), (2.0, None)]
+    monkeypatch.setattr(bench, "interleave", lambda runs, *rest: ({name: slow(name) for name in runs}, dict.fromkeys(runs, 1.0)))
+    lines, record, _ = go("train", "dense.py", against="transformers")
+    assert record["theirs_over_ours"] == {"dense": 3} and "time of transformers / dense: 3.000" in lines[-1]
+
+
+def test_their_step_trains_as_ours_does(go, transformers):
+    run = training("dense.py", bench.theirs, gradient_accumulation_steps=2)
+    net = next(cell.cell_contents for cell in run.step.__closure__ if isinstance(cell.cell_contents, torch.nn.Module))
+    before = net.state_dict()["transformer.h.1.mlp.c_fc.weight"].clone()
+    run.step()
+    assert not torch.equal(net.state_dict()["transformer.h.1.mlp.c_fc.weight"], before) and run.tokens == 128
+    assert bench.Live(run.held()).peak >= 3 * 4 * sum(p.numel() for p in net.parameters())
+
+
+def test_without_transformers_the_comparison_is_refused_in_one_line(go, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install transformers" in refusal(bench.main, ["train", "dense.py", "--against=transformers"])
+
+
+# ------------------------------------------------------------------------------------------------------------- generate
+
+def test_generating_states_batch_prompt_prefill_decode_and_the_time_to_the_first_token(go):
+    (head, columns, *table), record, _ = go("generate", "toy.py", prompt_tokens=5, new_tokens=7)
+    assert "depth 4, cache full" in head and re.split(r"  +", columns.strip())[:8] == [
+        "rows", "prompt", "new", "ms", "spread", "first ms", "prefill tok/s", "decode tok/s"]
+    for line, row in zip(table, record["rows"]):
+        assert (row["batch_size"], row["prompt_tokens"], row["new_tokens"]) == (4, 5, 7) == tuple(numbers(line)[:3])
+        assert row["first_token_ms"] > 0 and row["decode_ms"] > 0 and row["first_token_ms"] + row["decode_ms"] == pytest.approx(row["ms"])
+        assert row["prefill_tokens_per_second"] == pytest.approx(4 * 5 / row["first_token_ms"] * 1e3)
+        assert row["decode_tokens_per_second"] == pytest.approx(4 * 6 / row["decode_ms"] * 1e3)
+        rates = [row[name] for name in ("first_token_ms", "prefill_tokens_per_second", "decode_tokens_per_second")]
+        assert numbers(line)[5:8] == pytest.approx(rates, abs=0.6)
+    assert go("generate", "toy.py", new_tokens=1)[1]["rows"][0]["decode_tokens_per_second"] is None
+
+
+def test_the_first_token_comes_after_the_prompt_and_before_the_others(go, monkeypatch):
+    ticks, feed = [], GPT.feed
+    monkeypatch.setattr(GPT, "feed", lambda net, ids_BT, *args, **kwargs: ticks.append(ids_BT.shape[1]) or feed(net, ids_BT, *args, **kwargs))
+    monkeypatch.setattr(bench, "clock", lambda device: float(len(ticks)))                 # one second per pass
+    row = go("generate", "toy.py", prompt_tokens=5, new_tokens=7, repeats=1)[1]["rows"][0]
+    assert (row["ms"], row["first_token_ms"], row["decode_ms"]) == (7000, 1000, 6000)
 
 
 def test_the_flops_of_generating_are_those_of_the_passes_that_are_made(go, monkeypatch):
@@ -98,41 +363,75 @@ def test_the_flops_of_generating_are_those_of_the_passes_that_are_made(go, monke
     assert rows[1]["flops_ratio"] == pytest.approx(uncached / cached)
 
 
-def test_a_training_step_runs_at_the_depth_that_was_asked_for(go, monkeypatch):
-    cfg, depths, forward = config_of("toy.py"), [], GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda *args, **kwargs: depths.append(kwargs["depth"]) or forward(*args, **kwargs))
-    for depth in (None, 2):
-        s = bench.settings_of(["train", "toy.py", *flags(depth=depth)])[1]["toy"]
-        bench.train_step(cfg, s, CPU, torch.autocast("cpu", enabled=False), False)[0]()
-    assert depths == [4, 2]                                             # n_recur, also where training would draw one
+def test_a_speed_up_comes_apart_into_fewer_steps_a_smaller_cache_and_batching(go, tmp_path, monkeypatch):
+    """One line more in a config file for each cause, side by side with a base of as many FLOPs and one of as many parameters."""
+    base, caches, feed = Path("toy.py").read_text(), [], GPT.feed
+    for name, line in {"shallow": "depth = 2", "small": 'cache = "mean"', "batched": "batch_size = 16"}.items():
+        Path(f"{name}.py").write_text("\n".join([*(old for old in base.splitlines() if old.split(" =")[0] != line.split(" =")[0]), line]))
+    monkeypatch.setattr(GPT, "feed", lambda net, ids_BT, cache, *rest: caches.append(type(cache).__name__) or feed(net, ids_BT, cache, *rest))
+    (head, *_), record, _ = go("generate", "toy.py", "shallow.py", "small.py", "batched.py", repeats=1)
+    rows, cfg = {row["name"]: row for row in record["rows"]}, config_of("toy.py")
+    assert "shallow 1+1x4+1 (depth 2, cache full), small 1+1x4+1 (depth 4, cache mean)" in head and "CompressedCache" in caches
+    assert rows["shallow cached"]["flops_ratio"] < rows["small cached"]["flops_ratio"] == 1 and rows["batched cached"]["flops_ratio"] == 4
+    assert [rows[f"{name} cached"]["batch_size"] for name in ("toy", "batched")] == [4, 16]
+    same = go("counts", "toy.py", "dense.py")[1]["rows"]
+    assert same[0]["blocks executed"] == cfg.executed_blocks() and same[1]["blocks owned"] == 2
 
 
-def test_a_training_step_trains(go):
-    s = bench.settings_of(["train", "toy.py", *flags(vocab_size=64)])[1]["toy"]
-    torch.manual_seed(0)
-    step, *_ = bench.train_step(config_of("toy.py"), s, CPU, torch.autocast("cpu", enabled=False), False)
-    model = next(cell.cell_contents for cell in step.__closure__ if isinstance(cell.cell_contents, GPT))
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    step()
-    assert all(not torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+# --------------------------------------------------------------------------------------------------------------- counts
+
+def test_counts_are_those_of_the_config_in_every_convention(go):
+    (head, names, *table), record, _ = go("counts", "toy.py", "dense.py", depth=3, seq_len=16)
+    assert "toy 1+1x4+1 (context 16, vocabulary 64)" in head and names.split() == ["toy", "dense"]
+    for row, cfg in zip(record["rows"], (config_of("toy.py"), config_of("dense.py"))):
+        assert (row["parameters"], row["parameters without tables"]) == (cfg.n_params(), cfg.n_params(embeddings=False))
+        assert (row["blocks executed"], row["blocks owned"]) == (cfg.executed_blocks(3), cfg.n_prelude + cfg.n_core + cfg.n_coda)
+        assert {name: row[f"FLOPs per token, {name}"] for name in FLOPS} == {name: cfg.flops_per_token(16, name, 3) for name in FLOPS}
+        assert row["K/V bytes per token, cache full"] * 16 == cfg.kv_bytes(16, 1, torch.bfloat16, depth=3)
+        assert (row["weights MiB, float32"], row["weights MiB, bfloat16"]) == (cfg.n_params() / 2**18, cfg.n_params() / 2**19)
+    toy, dense = record["rows"]
+    assert [row["exact FLOPs, ratio to the first"] for row in (toy, dense)] == [1, dense["FLOPs per token, exact"] / toy["FLOPs per token, exact"]]
+    assert [toy[f"K/V bytes per token, cache {name}"] for name in ("first", "last", "mean")] == [2 * 3 * 16 * 2] * 3      # no scratch entries
+    assert dense["K/V bytes per token, cache last"] is None
+    lines = {re.split(r"  +", line)[0]: numbers(line) for line in table}
+    assert len(lines) == len(toy) - 1 and set(lines) == set(toy) - {"name"}
+    for quantity, cells in lines.items():
+        assert [x if x is None else pytest.approx(x, abs=0.6) for x in (toy[quantity], dense[quantity])] == cells
 
 
-@pytest.mark.parametrize("argv, words", [
-    ([], "train or generate, got none"), (["race", "toy.py"], "got race"), (["train", "generate", "toy.py"], "got train generate"),
-    (["train"], "needs config files"), (["train", "none.py"], "none.py: no such file"), (["train", "toy.py", "--n_heads=2"], "did you mean 'n_head'"),
-    (["train", "toy.py", "--repeats=0"], "repeats=0"), (["train", "toy.py", "--threads=0"], "threads=0"), (["train", "toy.py", "--batch_size=0"], "batch_size=0"),
-    (["train", "toy.py", "--seq_len=33"], "seq_len=33 is more than block_size=32"), (["train", "toy.py", "--seq_len=0"], "seq_len=0"),
-    (["train", "toy.py", "dense.py", "--n_head=3"], "n_head=3 does not divide"), (["generate", "toy.py", "--new_tokens=33"], "together they may be 33"),
-    (["generate", "toy.py", "--new_tokens=0"], "new_tokens=0"), (["generate", "toy.py", "--prompt_tokens=0"], "prompt_tokens=0"),
-    (["generate", "toy.py", "--depth=-1"], "depth=-1"), (["generate", "toy.py", "--cache=none"], "cache has no choice")])
-def test_what_cannot_be_measured_is_one_line(go, argv, words):
-    assert words in refusal(*argv)
+def test_counting_allocates_no_model_needs_no_data_and_takes_any_size(go, monkeypatch):
+    monkeypatch.setattr(model.GPT, "forward", None)
+    record = go("counts", "toy.py", n_embd=4096, n_head=32, n_core=100, vocab_size="None", device="cuda:99", data_dir="nowhere")[1]
+    assert record["rows"][0]["parameters"] > 1e10                       # 80 GB of weights
+    assert record["rows"][0]["parameters"] - record["rows"][0]["parameters without tables"] == (50304 + 32) * 4096
 
 
-def test_progress_and_notes_stay_off_stdout(go, monkeypatch):
-    def no_compiler(*args, **kwargs):
-        raise RuntimeError
-    monkeypatch.setattr(torch, "compile", no_compiler)
-    lines, record, err = go("train", "toy.py", compile="true")
-    assert len(lines) == 3 and record["compiled"] is False and "torch.compile does not work here" in err
-    assert re.search("generate runs eagerly", go("generate", "toy.py", compile="true")[2])
+def published(config, table, quantity, value, unit, ours, agrees, **more):
+    return dict(config=config, paper="X", setting=table, system="s", quantity=quantity, value=value, unit=unit, ours=ours, agrees=agrees, **more)
+
+
+PUBLISHED = {"rows": [
+    published("toy", "table 1", "parameters", 1.5, "M", "n_params", False),
+    published("toy", "table 2", "validation NLL", 2.5, "nats/token", None, None),
+    published("toy", "table 3", "weights", 3, "parameters", "n_params_of_tables", True, vocab_size=100),
+    published("other/toy", "table 4", "parameters", 4, "M", "n_params", True),
+    published(None, "table 5", "parameters", 5, "M", None, None),
+    published("toy", "table 6", "training steps", 6, "steps", "steps_paper", True)]}
+
+
+def test_counts_stand_beside_the_published_ones_of_the_same_config(go, tmp_path, monkeypatch):
+    (tmp_path / "config").mkdir()
+    os.rename("toy.py", "config/toy.py")
+    monkeypatch.setattr(bench, "HERE", tmp_path)
+    assert not any("published" in line for line in go("counts", "config/toy.py")[0])      # no such file: nothing is said
+    (tmp_path / "config" / "published.json").write_text(json.dumps(PUBLISHED))
+    lines, record, _ = go("counts", "config/toy.py", "dense.py")
+    n = config_of("config/toy.py").n_params()
+    assert [line for line in lines if line.startswith("  toy")] == [
+        f"  toy: parameters (X, table 1) 1.5 M, counted {n / 1e6:.10g}: does not agree",
+        "  toy: validation NLL (X, table 2) 2.5 nats/token",
+        f"  toy: weights (X, table 3) 3 parameters, counted {(100 + 32) * 16:,}: agrees",
+        "  toy: training steps (X, table 6) 6 steps, counted by tests/test_published.py: agrees"]
+    assert [row["counted"] for row in record["published"]] == [n / 1e6, None, 132 * 16, None]
+    os.rename("config/toy.py", "toy.py")                                # the same name elsewhere is another config
+    assert go("counts", "toy.py")[1]["published"] == []

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import RUNS
+from ranks import RUNS, with_gaps
 from toy import flags, make_config, make_data, refusal
 
 import train
@@ -50,7 +50,7 @@ def one(place):
     return alone(place, **RUNS["ddp"], out_dir="out/one")
 
 
-def alone(place, **changes):
+def alone(place, gaps=False, **changes):
     """A run in this process, in float64, with its gradients at the first step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
@@ -60,6 +60,9 @@ def alone(place, **changes):
             grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
             return clip(model, grad_clip)
         patch.setattr(train, "clip_gradients", look)
+        if gaps:
+            step = train.step_gradients
+            patch.setattr(train, "step_gradients", lambda net, batches, *args: step(net, with_gaps(batches), *args))
         torch.set_default_dtype(torch.float64)
         try:
             train.main(["toy.py", *flags(**changes)])
@@ -94,6 +97,13 @@ def test_gradients_and_ten_steps_of_two_ranks_are_those_of_one_process(place, tw
     curves_equal(run.curve, one.curve)                                # losses and gradient norms before clipping
     assert run.state["val_loss"] == pytest.approx(one.state["val_loss"], abs=1e-9)
     assert len(one.curve) == 10 and one.curve[10][0] < one.curve[1][0]
+
+
+def test_a_target_weighs_the_same_whichever_rank_reads_it(place, two):
+    whole = alone(place, gaps=True, **RUNS["uneven"], out_dir="out/uneven one")
+    assert_equal(two["uneven", 0]["gradients"], whole.gradients)
+    curves_equal(saved(place / "out/uneven").curve, whole.curve)
+    assert not two["uneven", 0]["gradients"]["embed.weight"].equal(two["ddp", 0]["gradients"]["embed.weight"])
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
