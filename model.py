@@ -703,16 +703,23 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_ND, table_VD, target_N, learn):
-        sums, n = [], max(512, 2**22 // len(table_VD))                   # tokens at a time
+        N, V = len(x_ND), len(table_VD)
+        sums, n = [], max(256, 2**20 // V, N // 16)                      # tokens at a time
         ctx.grads = dx_ND, dtable_VD = [torch.zeros_like(w) if learn else w for w in (x_ND, table_VD)]
+        low = F.linear(x_ND[:1], table_VD[:1]).dtype                     # of a matrix product: autocast's where it is on
+        x_ND, table_VD, store_nV = x_ND.to(low), table_VD.to(low), x_ND.new_empty(min(n, N), V, dtype=low)
         for x_nD, dx_nD, target_n in zip(x_ND.split(n), dx_ND.split(n), target_N.split(n)):
-            logits_nV, counts_n1 = at_least_fp32(F.linear(x_nD, table_VD)), (target_n != -100)[:, None]
-            index_n1, sum_n1 = target_n.clamp(min=0)[:, None], logits_nV.logsumexp(-1, keepdim=True)
-            sums.append(((sum_n1 - logits_nV.gather(1, index_n1)) * counts_n1).sum())
-            if learn:                                                    # d CE / d logits = softmax - one-hot, in their place
-                d_nV = logits_nV.sub_(sum_n1).exp_().scatter_add_(1, index_n1, -torch.ones_like(sum_n1)).mul_(counts_n1).to(x_nD.dtype)
-                dx_nD.copy_(d_nV @ table_VD)
-                dtable_VD += d_nV.T @ x_nD
+            counts_n1, index_n1 = (target_n != -100)[:, None], target_n.clamp(min=0)[:, None]
+            z_nV = at_least_fp32(torch.mm(x_nD, table_VD.T, out=store_nV[: len(x_nD)]))
+            z_nV -= z_nV.amax(-1, keepdim=True)
+            z_n1 = z_nV.gather(1, index_n1)
+            sum_n1 = z_nV.exp_().sum(-1, keepdim=True)
+            sums.append(((sum_n1.log() - z_n1) * counts_n1).sum())
+            if learn:          # d CE / dz = softmax - one-hot = (exp z - sum one-hot) / sum, divided where it is narrow
+                d_nV, share_n1 = z_nV.scatter_add_(1, index_n1, -sum_n1).to(low), counts_n1 / sum_n1
+                dx_nD.copy_(d_nV @ table_VD).mul_(share_n1)
+                x_nD = (x_nD * share_n1).to(low)
+                dtable_VD.addmm_(d_nV.T, x_nD) if low == dtable_VD.dtype else dtable_VD.add_(d_nV.T @ x_nD)
         return torch.stack(sums).sum()
 
     @staticmethod
