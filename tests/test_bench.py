@@ -239,6 +239,7 @@ def test_the_flops_of_training_are_three_forwards(go):
     assert shallow[1]["flops_ratio"] == 1 and [row["name"] for row in shallow] == ["toy", "toy'"]
 
 
+@pytest.mark.slow
 def test_checkpointed_activations_are_measured_as_such(go):
     kept, again = (go("train", "toy.py", depth=8, checkpoint_activations=choice)[1]["rows"][0] for choice in (False, True))
     assert again["peak_bytes"] < 0.7 * kept["peak_bytes"]
@@ -306,6 +307,7 @@ def test_theirs_stands_beside_each_config_as_the_dense_model_of_as_many_blocks(g
     assert "dense 0+6x1+0, with biases" in lines[-1] and bench.dense_twin(config_of("toy.py"), 2).layout == "0+4x1+0"
 
 
+@pytest.mark.slow
 def test_their_time_over_ours_is_above_one_where_ours_is_faster(go, transformers, monkeypatch):
     slow = lambda name: [(3.0, None), (6.0, None)] if "transformers" in name else [(1.0, None), (2.0, None)]
     monkeypatch.setattr(bench, "interleave", lambda runs, *rest: ({name: slow(name) for name in runs}, dict.fromkeys(runs, 1.0)))
@@ -399,6 +401,7 @@ def test_counts_are_those_of_the_config_in_every_convention(go):
         assert [x if x is None else pytest.approx(x, abs=0.6) for x in (toy[quantity], dense[quantity])] == cells
 
 
+@pytest.mark.slow
 def test_counting_allocates_no_model_needs_no_data_and_takes_any_size(go, monkeypatch):
     monkeypatch.setattr(model.GPT, "forward", None)
     record = go("counts", "toy.py", n_embd=4096, n_head=32, n_core=100, vocab_size="None", device="cuda:99", data_dir="nowhere")[1]

@@ -136,6 +136,7 @@ def test_a_model_that_has_learned_nothing_has_the_loss_of_guessing(go):
     assert numbers["nats_per_token"] == pytest.approx(math.log(run.model.cfg.vocab_size), rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_same_numbers_come_twice_and_at_any_batch_size(go):
     first, one, eight = go(), go(batch_size=1)[1]["parts"], go(batch_size=8)[1]["parts"]
     assert first[:2] == go()[:2]
@@ -331,6 +332,7 @@ def test_a_model_whose_steps_differ_has_one_depth_and_says_so(go):
     assert [p["depth"] for p in record["parts"]["depth"]["points"]] == [2] and any("one depth only, n_recur=2" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_line_for_every_run(go, monkeypatch):
     from matplotlib.figure import Figure
     monkeypatch.setattr(evaluation, "draw", DRAW)
@@ -367,6 +369,7 @@ def test_the_record_says_what_it_was_made_from(go):
     assert len(head.replace("95% interval", "95%interval").split()) == columns and row.split()[:3] == ["out/gated", "8", f"{part['nats_per_token']:.4f}"]
 
 
+@pytest.mark.slow
 def test_earlier_parts_stay_while_the_checkpoint_is_the_same(go):
     path = Path("out/gated/eval.json")
     first = go("loss")[1]

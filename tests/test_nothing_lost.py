@@ -264,6 +264,7 @@ def test_a_cool_down_that_makes_no_sense_is_one_line(go, run, flag, words):
 # ------------------------------------------------------------------------------------------------- from another's weights
 
 
+@pytest.mark.slow
 def test_a_new_run_can_start_from_the_weights_of_another(go):
     first = go(out_dir="out/first")
     for source in (first, first / "ckpt.pt"):
@@ -313,6 +314,7 @@ def peak(cfg, depth, lean):
     return live.peak - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["gate", "replace"])
 def test_with_recomputation_a_step_more_costs_one_state(update):
     cfg = tiny(n_embd=64, n_prelude=1, n_core=2, n_recur=10, n_coda=1, update=update, state_noise=0.1, gate_noise=0.1, fused_loss=True)

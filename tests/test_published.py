@@ -109,6 +109,7 @@ def test_a_grt_config_has_the_parameters_of_its_released_checkpoint(name, total)
     assert n_params(cfg_of(name)) == total
 
 
+@pytest.mark.slow
 def test_models_that_are_compared_have_equal_parameters_or_equal_blocks():
     for size in ("135m", "360m"):
         for N in (2, 3):
