@@ -179,7 +179,7 @@ class World:
         own = self.size > 1 and not dist.is_initialized()
         if own:
             if device.type == "cuda":
-                torch.cuda.set_device(device)
+                torch.cuda.set_device(device.index or 0)
             try:
                 store, rank, size = next(dist.rendezvous("env://"))
                 store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)    # no addresses of dead ranks
@@ -410,7 +410,8 @@ def commit():
 
 
 def hold(folder):
-    """Take the folder for this process. The lock ends with the process, however it ends. Returns what keeps it."""
+    """Take the folder for this process. The lock ends with the process, however it ends. Returns what keeps it, None where
+    another process has the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+", encoding="utf-8")
@@ -422,10 +423,7 @@ def hold(folder):
     except ImportError:                                       # no flock on this system: the newer run wins
         pass
     except OSError:
-        raise UserError(f"another process is training in {folder}; wait for it, or choose another folder with --out_dir=")
-    lock.truncate(0)
-    lock.write(launch())
-    lock.flush()
+        return lock.close()
     return lock
 
 
@@ -450,20 +448,24 @@ def interrupted(settings):
 
 def claim_folder(settings):
     """(folder, lock). A new run never enters a folder that holds one: it takes <out_dir>-2, -3, ..."""
-    folder = wanted_folder(settings)
-    if settings.init_from == "resume":
-        if not (folder / "ckpt.pt").is_file():
-            raise UserError(f"init_from=resume, but {folder / 'ckpt.pt'} does not exist; name the run with --out_dir=")
-        return folder, hold(folder)
+    folder = wanted = wanted_folder(settings)
+    resume, n = settings.init_from == "resume", 1
+    if resume and not (folder / "ckpt.pt").is_file():
+        raise UserError(f"init_from=resume, but {folder / 'ckpt.pt'} does not exist; name the run with --out_dir=")
     if folder.name in ("", ".."):
         raise UserError(f"out_dir={str(folder)!r} is no folder of the run's own; give it a name, for example --out_dir=out/mine")
-    lock, n, wanted = hold(folder), 1, folder
-    while any((folder / left).exists() for left in ("ckpt.pt", "log.jsonl")):
+    lock = hold(folder)
+    if not lock:
+        raise UserError(f"another process is training in {folder}; wait for it, or choose another folder with --out_dir=")
+    while not lock or (not resume and any((folder / left).exists() for left in ("ckpt.pt", "log.jsonl"))):
         n += 1
         folder = wanted.with_name(f"{wanted.name}-{n}")
         lock = hold(folder)
     if n > 1:
         print(f"{wanted} holds a run already: this one goes to {folder} (--init_from=resume would continue that one)")
+    lock.truncate(0)
+    lock.write(launch())
+    lock.flush()
     return folder, lock
 
 

@@ -549,6 +549,28 @@ def test_a_new_run_never_enters_the_folder_of_another(go, capsys):
     assert {path.name: path.read_bytes() for path in first.iterdir()} == before
 
 
+def test_a_folder_in_use_is_passed_over_where_a_name_is_free_to_choose(go):
+    pytest.importorskip("fcntl")
+    go(max_iters=1)
+    lock = train.hold(Path("out/toy-2"))
+    go(max_iters=1)
+    assert checkpoint(Path("out/toy-3"))["step"] == 1 and not Path("out/toy-2/ckpt.pt").exists()
+    lock.close()
+
+
+def test_a_launch_that_is_started_again_finds_its_own_run_and_no_other(go, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    go(max_iters=1, out_dir="out/old")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
+    go(max_iters=1, out_dir="out/old")
+    settings = train.parse(["toy.py", "--out_dir=out/old"])
+    assert Path("out/old-2/ckpt.pt").exists() and train.interrupted(settings) is None
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train.interrupted(settings) == "out/old-2"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "three")
+    assert train.interrupted(settings) is None
+
+
 def test_a_stopped_run_counts_as_a_run(go):
     Path("out/toy").mkdir(parents=True)
     Path("out/toy/log.jsonl").write_text('{"event": "start"}\n', encoding="utf-8")
