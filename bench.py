@@ -426,6 +426,8 @@ def settings_of(argv):
 def main(argv):
     mode, all_settings = settings_of(argv)
     s = next(iter(all_settings.values()))
+    if s.against and mode != "train":
+        raise UserError(f"--against={s.against} goes with mode train; bench.py {mode} has no row for it")
     vocab_size = 50304 if mode == "counts" else 320
     cfgs = {name: one.build(GPTConfig, vocab_size=one.vocab_size or vocab_size) for name, one in all_settings.items()}
     torch.set_num_threads(s.threads)

@@ -27,7 +27,7 @@ import prepare
 from config import UserError, key, near
 from model import GPT, NoCache, Silence, at_least_fp32
 from sample import load_run, newest_run
-from train import Split, check_ranges, commit, evaluate, fitting, fixed_windows, load_checkpoint, pick_device, write_whole
+from train import Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, pick_device, write_whole
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
@@ -37,8 +37,8 @@ TOLERANCE = 1e-6              # nats per token between the loss that train.py st
 @dataclass
 class EvalConfig:
     """Evaluation"""
-    out_dir: str | None = key(None, "folder of the run; None = the newest one in out/")
-    compare: list[str] = key([], "folder of a further run to set beside it; may be repeated")
+    out_dir: str | None = key(None, "folder of the run, or one of its checkpoints; None = the newest run in out/")
+    compare: list[str] = key([], "a further run (folder or checkpoint) to set beside it; may be repeated")
     dataset: str | None = key(None, "data set whose validation split is read; None = each run's own")
     data_dir: str | None = key(None, "folder of the data sets; None = the one that each run was trained from")
     eval_tokens: int = key(65536, "depth: validation tokens, in fixed windows, evenly spaced (loss always reads the whole split)")
@@ -52,7 +52,7 @@ class EvalConfig:
 
 class Run(NamedTuple):
     """A trained model beside the validation split that it is measured on."""
-    folder: Path
+    folder: Path                  # or one of its checkpoints
     model: GPT                    # in evaluation mode: no dropout, no noise
     state: dict                   # the checkpoint without its tensors
     dataset: str
@@ -63,6 +63,7 @@ class Run(NamedTuple):
     autocast: object
 
     name = property(lambda self: str(self.folder))
+    home = property(lambda self: checkpoint_of(self.folder).parent)
     bits = property(lambda self: bits_per_nat(self.meta["val"]))
 
 
@@ -73,7 +74,7 @@ def bits_per_nat(part):
 
 def read_state(folder):
     """The checkpoint without its tensors, and a fingerprint of all of it: its archive keeps a checksum of every piece."""
-    path = folder / "ckpt.pt"
+    path = checkpoint_of(folder)
     state = {name: value for name, value in load_checkpoint(path).items() if name not in ("model", "optimizer")}
     with zipfile.ZipFile(path) as archive:
         sums = "/".join(f"{piece.CRC:08x}" for piece in archive.infolist())
@@ -87,7 +88,7 @@ def read_state(folder):
 def open_run(folder, state, s, device, autocast):
     own, (model, _, about) = state["settings"], load_run(folder, device)
     if about["step"] != state["step"]:                        # a run that is still trained
-        raise UserError(f"{folder / 'ckpt.pt'} was saved anew while it was read; run the command again")
+        raise UserError(f"{checkpoint_of(folder)} was saved anew while it was read; run the command again")
     dataset, data_dir = s.dataset or own["dataset"], s.data_dir or own["data_dir"]
     try:
         meta = prepare.load_meta(data_dir, dataset)
@@ -311,7 +312,7 @@ def draw(measured):
     except ImportError:
         print("note: no picture, as matplotlib is not here (pip install matplotlib)", file=sys.stderr)
         return None
-    first, path = measured[0][0], measured[0][0].folder / "depth.png"
+    first, path = measured[0][0], measured[0][0].home / "depth.png"
     unit = "nats_per_token" if all(run.meta["fingerprint"] == first.meta["fingerprint"] for run, _ in measured) else "bits_per_byte"
     axes = (figure := Figure(figsize=(8, 5), layout="constrained")).subplots()
     for run, n in measured:
@@ -333,6 +334,7 @@ def draw(measured):
     axes.legend()
     try:
         write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
+        print(f"picture: {path}")
         return str(path)
     except UserError as error:                                # the numbers are worth more than the picture
         print(f"note: no picture: {error}", file=sys.stderr)
@@ -369,7 +371,10 @@ def save(path, record):
         record = {**record, "parts": {**(old["parts"] if same else {}), **record["parts"]}}
     except (OSError, ValueError, KeyError, TypeError):
         pass                                                  # none, or not one of ours: replaced
-    write_whole(path, lambda file: file.write((json.dumps(record, indent=2) + "\n").encode("utf-8")))
+    try:
+        write_whole(path, lambda file: file.write((json.dumps(record, indent=2) + "\n").encode("utf-8")))
+    except UserError as error:                                # the numbers are on stdout already
+        print(f"note: {error}", file=sys.stderr)
 
 
 def parse(argv):
@@ -398,7 +403,7 @@ def main(argv):
     record = {**identity(runs[0]), "parts": parts}
     record = json.loads(json.dumps(record), parse_constant=str)                 # JSON has no NaN: it becomes a word
     print(json.dumps(record), flush=True)
-    save(runs[0].folder / "eval.json", record)
+    save(runs[0].home / "eval.json", record)
 
 
 if __name__ == "__main__":

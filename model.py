@@ -64,7 +64,7 @@ class GPTConfig:
     n_core: int = key(12, "blocks run in one step of the loop")
     n_recur: int = key(1, "steps of the loop (R) at full depth; 1 = a plain transformer")
     n_coda: int = key(0, "blocks after the loop, each run once")
-    sharing: str | None = key(None, "which core block runs when; None = cycle, or middle_cycle with a prelude or coda")
+    sharing: str | None = key(None, "which core block runs when: cycle, sequence, with a prelude or coda middle_cycle, middle_sequence; None = (middle_)cycle")
     update: str = key("replace", "what a step reads and leaves: replace, inject (concat adapter), gate (GRT)")
     router: str = key("none", "who continues to the next step: none = every token")
     kv: str = key("own", "whose K/V a step attends to: own = made in the same step")
@@ -709,7 +709,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         low = F.linear(x_ND[:1], table_VD[:1]).dtype                     # of a matrix product: autocast's where it is on
         x_ND, table_VD, store_nV = x_ND.to(low), table_VD.to(low), x_ND.new_empty(min(n, N), V, dtype=low)
         for x_nD, dx_nD, target_n in zip(x_ND.split(n), dx_ND.split(n), target_N.split(n)):
-            counts_n1, index_n1 = (target_n != -100)[:, None], target_n.clamp(min=0)[:, None]
+            counts_n1 = (target_n != -100)[:, None]
+            index_n1 = target_n[:, None].where(counts_n1, 0)
             z_nV = at_least_fp32(torch.mm(x_nD, table_VD.T, out=store_nV[: len(x_nD)]))
             z_nV -= z_nV.amax(-1, keepdim=True)
             z_n1 = z_nV.gather(1, index_n1)
@@ -724,7 +725,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, scale):
-        return *(grad.mul_(scale) for grad in ctx.grads), None, None
+        if ctx.grads is None:
+            raise RuntimeError("a fused loss can be differentiated once; use fused_loss=False for more")
+        grads, ctx.grads = ctx.grads, None                               # handed over, not kept alive
+        return *(grad.mul_(scale) for grad in grads), None, None
 
 
 def cross_entropy(x_BTD, table_VD, logits_BTV, targets_BT):
@@ -1047,7 +1051,7 @@ def describe(cfg):
         elif step == 3:
             lines.append("  ...")
     full, bare = cfg.n_params(), cfg.n_params(embeddings=False)
-    lines += ["", f"parameters  {full:,} unique ({bare:,} without token and position tables)",
+    lines += ["", f"parameters  {full:,} unique ({bare:,} without token and position tables), vocabulary {cfg.vocab_size:,}",
               f"executed    {cfg.executed_blocks()} blocks from {cfg.n_prelude + cfg.n_core + cfg.n_coda} sets of weights"]
     flops = [f"depth {d}: {cfg.flops_per_token(S, depth=d) / 1e6:,.1f}" for d in sorted({0, 1, R}) if cfg.any_depth or d == R]
     lines.append(f"MFLOP/token {'   '.join(flops)}   (forward, context {S}, exact)")

@@ -79,7 +79,7 @@ def get_tokenizer(name):
     try:
         return start(lambda: tiktoken.get_encoding(name)).result(timeout=PATIENCE)
     except Exception as error:
-        raise UserError(f"tokenizer '{name}': {why_not_loaded(error, folder, cached)}, or use --tokenizer=bytes") from None
+        raise UserError(f"tokenizer '{name}': {why_not_loaded(error, folder, cached)}, or prepare the data with --tokenizer=bytes") from None
 
 
 def start(function):
@@ -579,14 +579,16 @@ def remove_stale(data_dir):
                 pass
 
 
-def check_name(name):
-    if not re.fullmatch(r"(?!\.)[^/\\:*?\"<>|\x00-\x1f]+", name):
-        raise UserError(f"'{name}' is not a plain folder name; choose another with --name")
+def check_name(name, flag="name"):
+    plain = re.compile(r"(?!\.)[^/\\:*?\"<>|\x00-\x1f]+")
+    if not plain.fullmatch(name):
+        better = Path(name).name if plain.fullmatch(Path(name).name) else "NAME"
+        raise UserError(f"{flag}={name!r} is not a plain folder name; write --{flag}={shlex.quote(better)}")
 
 
 def load_meta(data_dir, name):
     """meta.json of a whole data set as a dict; else a UserError with the command that makes one."""
-    check_name(name)
+    check_name(name, "dataset")
     folder = Path(data_dir, name)
     make_it = "make it with: python prepare.py " + (name if name in ("stdlib", *HUB) else f"SOURCE --name={shlex.quote(name)}")
     path = folder / "meta.json"

@@ -19,13 +19,13 @@ import torch
 import prepare
 from config import UserError, key
 from model import FOLDS, GPT, GPTConfig, cache_dtype, check_sampling, generator, stream
-from train import check_ranges, fitting, load_checkpoint, pick_device
+from train import check_ranges, checkpoint_of, fitting, load_checkpoint, pick_device
 
 
 @dataclass
 class SampleConfig:
     """Sampling"""
-    out_dir: str | None = key(None, "folder of the run; None = the newest one in out/")
+    out_dir: str | None = key(None, "folder of the run, or one of its checkpoints; None = the newest run in out/")
     start: list[str] = key([], "prompt; may be repeated; FILE:path reads a file, - reads stdin, none or empty = end-of-text")
     num_samples: int = key(1, "samples of every prompt")
     max_new_tokens: int = key(300, "tokens to write")
@@ -57,8 +57,9 @@ def newest_run(root="out"):
 def load_run(out_dir, device):
     """(model in evaluation mode, tokenizer, checkpoint without its tensors) of a run folder (None: the newest)."""
     folder = Path(out_dir) if out_dir is not None else newest_run()
-    state = load_checkpoint(folder / "ckpt.pt")
-    with fitting(folder / "ckpt.pt"):
+    path = checkpoint_of(folder)
+    state = load_checkpoint(path)
+    with fitting(path):
         tokenizer = prepare.get_tokenizer(state["tokenizer"])
         if prepare.fingerprint(tokenizer) != state["fingerprint"]:
             raise UserError(f"{folder} was trained with another tokenizer of the name {state['tokenizer']!r} than the one installed "

@@ -6,11 +6,13 @@
     torchrun --nproc_per_node=8 train.py config/grt_small.py --parallel=fsdp
 
 The run's folder (out/<config name>) holds ckpt.pt, log.jsonl and config.py with each value's origin. Data order, depth,
-noise and dropout are functions of (seed, step, micro-step), so a resumed run equals an unbroken one, and one on several
-processes that on one. Ctrl-C finishes the step and saves; a run that torchrun restarts goes on from its last checkpoint.
+noise and dropout are functions of (seed, step, micro-step, process), so a resumed run equals an unbroken one. On several
+processes the batch is the same too; only what is drawn per micro-step differs. Ctrl-C finishes the step and saves; a run
+that torchrun restarts goes on from its last checkpoint. Without a config file: config/grt_tiny.py.
 """
 import contextlib
 import functools
+import glob
 import json
 import math
 import os
@@ -80,10 +82,10 @@ class TrainConfig:
 
 
 # From (included) .. to (not): an infinite value is never meant.
-RANGES = {"seed": (0, 2**63), "learning_rate": (0, math.inf), "min_lr": (0, math.inf), "weight_decay": (0, math.inf),
-          "beta1": (0, 1), "beta2": (0, 1), "grad_clip": (0, math.inf), "batch_size": (1, math.inf),
-          "gradient_accumulation_steps": (1, math.inf), "max_iters": (0, math.inf), "warmup_iters": (0, math.inf),
-          "lr_decay_iters": (0, math.inf), "cooldown_iters": (0, math.inf), "keep_interval": (0, math.inf), "eval_tokens": (1, math.inf), "log_interval": (1, math.inf), "sample_tokens": (0, math.inf)}
+RANGES = {**dict.fromkeys(("learning_rate", "min_lr", "weight_decay", "grad_clip", "max_iters", "warmup_iters", "lr_decay_iters",
+                           "cooldown_iters", "keep_interval", "sample_tokens"), (0, math.inf)),
+          **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "eval_tokens", "log_interval"), (1, math.inf)),
+          "seed": (0, 2**63), "beta1": (0, 1), "beta2": (0, 1)}
 
 
 def check_ranges(settings, ranges):
@@ -154,7 +156,10 @@ def padded_vocab(vocab_size, meta):
 def resolve_vocab(settings, fallback=50304):
     """vocab_size for counting, where no data need be there."""
     try:
-        return padded_vocab(settings.vocab_size, prepare.load_meta(settings.data_dir, settings.dataset))
+        vocab_size = padded_vocab(settings.vocab_size, prepare.load_meta(settings.data_dir, settings.dataset))
+        if settings.vocab_size is None:
+            print(f"note: counting with the vocabulary of data set {settings.dataset!r}; --vocab_size={fallback} gives the papers'", file=sys.stderr)
+        return vocab_size
     except UserError:
         if settings.vocab_size is not None:
             return settings.vocab_size
@@ -178,8 +183,6 @@ class World:
         """While this is open the processes can talk: gloo on the CPU, NCCL on CUDA. Other ranks print nothing."""
         own = self.size > 1 and not dist.is_initialized()
         if own:
-            if device.type == "cuda":
-                torch.cuda.set_device(device.index or 0)
             try:
                 store, rank, size = next(dist.rendezvous("env://"))
                 store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)    # no addresses of dead ranks
@@ -206,15 +209,15 @@ class World:
         """What work() gives on rank 0, on every rank once it is done. A mistake that it finds ends all, and is said once."""
         if self.size == 1:
             return work()
-        answer = [None, False]
+        answer = [None, None]
         if self.rank == 0:
             try:
-                answer = [work(), False]
+                answer[0] = work()
             except UserError as error:
-                answer, mistake = [None, True], error
+                answer[1] = str(error)
         dist.broadcast_object_list(answer)
         if answer[1]:
-            raise mistake if self.rank == 0 else SystemExit(2)
+            raise UserError(answer[1]) if self.rank == 0 else SystemExit(2)
         return answer[0]
 
     def spread(self, model, parallel):
@@ -236,11 +239,12 @@ class World:
 ALONE = World({})
 
 
-def gathered(state):
-    """A state dict with its shards put together, which all ranks have to ask for at once."""
+def gathered(state, keep=True):
+    """A state dict with its shards put together, which all ranks have to ask for at once. keep=False: only takes part."""
     if isinstance(state, dict):
-        return {name: gathered(value) for name, value in state.items()}
-    return state.full_tensor().cpu() if hasattr(state, "full_tensor") else state
+        return {name: gathered(value, keep) for name, value in state.items()}
+    whole = state.full_tensor() if hasattr(state, "full_tensor") else state
+    return whole if whole is state else whole.cpu() if keep else None
 
 
 def scattered(state, params):
@@ -255,15 +259,19 @@ def scattered(state, params):
 # ------------------------------------------------------------------------------------------------- device, schedule, loss
 
 
-def pick_device(settings, local_rank=0):
+def pick_device(settings, world=ALONE):
     """(device, dtype name, autocast context) as they will really be used."""
     name = settings.device
+    if world.size > 1 and name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={name!r} cannot be shared by {world.size} processes; use cuda (one GPU each) or cpu")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if name == "cuda" and local_rank:
-        name = f"cuda:{local_rank}"
+    if name == "cuda" and world.size > 1:
+        name = f"cuda:{world.local_rank}"
     try:
         torch.zeros(1, device=name).item()
+        if torch.device(name).index is not None:
+            torch.cuda.set_device(name)                       # pinned memory and NCCL look at the current device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(f"device={name!r} cannot be used here ({str(error).splitlines()[0][:80]}); try --device=cpu")
     device, dtype = torch.device(name), settings.dtype
@@ -318,7 +326,7 @@ def checkpoint_activations(model):
     """Keep the input of every step alone, and of every block outside the loop (in a plain transformer: of every block);
     backward computes the rest again. Noise is a function of (seed, step) and dropout's generator is set back, so what is
     computed again is the same. In place, as compile_parts."""
-    again = lambda call: functools.partial(checkpoint, call, use_reentrant=False)
+    again = lambda call: functools.partial(checkpoint, call, use_reentrant=False, preserve_rng_state=model.cfg.dropout > 0)
     for block in model.blocks() if model.cfg.n_recur == 1 else (*model.prelude, *model.coda):
         block.forward = again(block.forward)
     if model.cfg.n_recur > 1:
@@ -366,7 +374,9 @@ def evaluate(model, split, starts, depths, batch_size, device, autocast=contextl
     model.eval()
     for i in range(0, math.ceil(len(starts) / world.size), batch_size):         # as many calls on every rank
         mine = starts[world.rank :: world.size][i : i + batch_size]
-        ids_BT, targets_BT = split.batch(mine if len(mine) else starts[:1], device)
+        ids_BT, targets_BT = split.batch([*mine, *starts[:1].expand(min(batch_size, len(starts)) - len(mine))], device)
+        targets_BT = targets_BT.clone()
+        targets_BT[len(mine) :] = -100                        # filled up, so that every call has the same shape: one graph
         for k, depth in enumerate(depths):
             with autocast:
                 sums[k] += model(ids_BT, targets_BT, depth=depth).losses["ce"].item() * len(mine)
@@ -420,10 +430,10 @@ def hold(folder):
     try:
         import fcntl
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:                                       # no flock on this system: the newer run wins
-        pass
-    except OSError:
+    except BlockingIOError:
         return lock.close()
+    except (ImportError, OSError):                            # no flock on this system or this disk: the newer run wins
+        pass
     return lock
 
 
@@ -440,7 +450,7 @@ def interrupted(settings):
     """The run that this launch has begun before a rank died and torchrun started all again; None without one."""
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         wanted = wanted_folder(settings)
-        for folder in (wanted, *wanted.parent.glob(f"{wanted.name}-*")):
+        for folder in (wanted, *wanted.parent.glob(f"{glob.escape(wanted.name)}-*")):
             lock = folder / ".lock"
             if lock.is_file() and lock.read_text("utf-8") == launch() and (folder / "ckpt.pt").is_file():
                 return str(folder)
@@ -450,8 +460,6 @@ def claim_folder(settings):
     """(folder, lock). A new run never enters a folder that holds one: it takes <out_dir>-2, -3, ..."""
     folder = wanted = wanted_folder(settings)
     resume, n = settings.init_from == "resume", 1
-    if resume and not (folder / "ckpt.pt").is_file():
-        raise UserError(f"init_from=resume, but {folder / 'ckpt.pt'} does not exist; name the run with --out_dir=")
     if folder.name in ("", ".."):
         raise UserError(f"out_dir={str(folder)!r} is no folder of the run's own; give it a name, for example --out_dir=out/mine")
     lock = hold(folder)
@@ -463,9 +471,12 @@ def claim_folder(settings):
         lock = hold(folder)
     if n > 1:
         print(f"{wanted} holds a run already: this one goes to {folder} (--init_from=resume would continue that one)")
-    lock.truncate(0)
-    lock.write(launch())
-    lock.flush()
+    try:
+        lock.truncate(0)
+        lock.write(launch())
+        lock.flush()
+    except OSError as error:
+        raise UserError(f"out_dir={str(folder)!r} cannot be written ({error.strerror}); choose another with --out_dir=")
     return folder, lock
 
 
@@ -478,7 +489,12 @@ def write_whole(path, write):
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-        sync_folder(path.parent)
+        if os.name == "posix":                                # a rename is on the disk when its folder is
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
     except (OSError, RuntimeError) as error:                  # torch's own writer turns a full disk into a RuntimeError
         with contextlib.suppress(OSError):
             aside.unlink()
@@ -486,18 +502,13 @@ def write_whole(path, write):
         raise UserError(f"could not save {path} ({reason}); what was there before is intact")
 
 
-def sync_folder(folder):
-    """A rename is on the disk when its folder is. (Windows has no such thing to ask for.)"""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def save_checkpoint(path, state):
     write_whole(path, lambda file: torch.save(state, file))
+
+
+def checkpoint_of(run):
+    """The checkpoint that is meant: a file itself, or the newest of a run's folder."""
+    return Path(run) if Path(run).is_file() else Path(run) / "ckpt.pt"
 
 
 def load_checkpoint(path):
@@ -505,7 +516,7 @@ def load_checkpoint(path):
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()                       # torch itself does not look at the checksums
-        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=os.name == "posix")
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"no checkpoint at {path}; train first: python train.py config/grt_tiny.py")
     except (IsADirectoryError, PermissionError, UnicodeEncodeError) as error:
@@ -533,14 +544,29 @@ def check_resume(state, cfg, meta, settings):
     """Model keys and tokenizer must be those of the checkpoint; says which other keys change."""
     for name, value in asdict(cfg).items():
         if name != "fused_loss" and state["model_config"].get(name, value) != value:
-            raise UserError(f"resume: {name}={value!r}, but the checkpoint has {name}={state['model_config'][name]!r}; a model key "
-                            f"cannot change (start a new run without --init_from=resume)")
+            raise UserError(f"{name}={value!r}, but the checkpoint has {name}={state['model_config'][name]!r}: a run that goes on keeps its "
+                            f"model keys; leave {name} out, or start a new run")
     check_tokenizer(state, meta, settings)
     if "optimizer" not in state:
-        raise UserError("resume: the checkpoint holds weights and no optimizer; a new run can start from them: --init_from=PATH")
+        raise UserError("the checkpoint holds weights and no optimizer; a new run can start from them: --init_from=PATH")
     for name, value in settings.values.items():
         if name in state["settings"] and name not in ("out_dir", "init_from", "cooldown_from") and state["settings"][name] != value:
             print(f"resume: {name} was {state['settings'][name]!r}, now {value!r}")
+
+
+SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "n_prelude", "n_core", "n_coda", "update")
+
+
+def check_start(state, cfg, meta, settings):
+    """A new run from another's weights: its tensors have to fit; depth, noise and a shorter context may differ."""
+    for name in SHAPE_KEYS:
+        if state["model_config"][name] != getattr(cfg, name):
+            raise UserError(f"init_from={settings.init_from!r}: {name} is {state['model_config'][name]!r} there and {getattr(cfg, name)!r} here; "
+                            f"give the model keys of that run")
+    if cfg.block == "gpt2" and cfg.block_size > state["model_config"]["block_size"]:
+        raise UserError(f"init_from={settings.init_from!r}: block_size={cfg.block_size} needs positions that it never learned; it has "
+                        f"{state['model_config']['block_size']}")
+    check_tokenizer(state, meta, settings)
 
 
 def check_tokenizer(state, meta, settings):
@@ -551,45 +577,52 @@ def check_tokenizer(state, meta, settings):
 
 def starting_point(settings, folder):
     """(checkpoint, its state) that the run begins with; (None, None) from scratch."""
-    if settings.init_from == "resume":
-        path = folder / "ckpt.pt"
-    else:
-        path = settings.cooldown_from or (settings.init_from if settings.init_from != "scratch" else None)
-        path = path and (Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path))
-    return path, path and load_checkpoint(path)
+    if settings.init_from == "scratch" and not settings.cooldown_from:
+        return None, None
+    path = folder / "ckpt.pt" if settings.init_from == "resume" else checkpoint_of(settings.cooldown_from or settings.init_from)
+    return path, load_checkpoint(path)
 
 
 def cool_down(settings):
     """Turn the settings into those of a cool-down: it begins at the checkpoint's step, and the budget follows from it."""
-    state = load_checkpoint(Path(settings.cooldown_from))
-    with fitting(settings.cooldown_from):
+    path = settings.cooldown_from
+    if settings.schedule != "wsd":
+        raise UserError(f"cooldown_from={path!r} with schedule={settings.schedule!r}; add --schedule=wsd, or give the run's own config")
+    state = load_checkpoint(Path(path))
+    with fitting(path):
         step, then = state["step"], SimpleNamespace(**state["settings"])
-        stable = then.schedule == "wsd" and then.warmup_iters <= step <= cooldown_start(then)
-    if settings.schedule != "wsd" or not stable:
-        raise UserError(f"cooldown_from={settings.cooldown_from!r}: step {step} of a {then.schedule} run is not in the stable phase of a "
-                        f"trapezoid; train with --schedule=wsd --keep_interval=N and take one of its ckpt-*.pt up to the cool-down's start")
+        first, last = (then.warmup_iters, cooldown_start(then)) if then.schedule == "wsd" else (0, -1)
+    if not first <= step <= last:
+        phase = f"steps {first} to {last}" if first <= last else f"and that run, schedule={then.schedule!r}, has none"
+        raise UserError(f"cooldown_from={path!r}: step {step} is not in the stable phase of a trapezoid ({phase}); train with --schedule=wsd "
+                        f"--keep_interval=N and take one of its ckpt-*.pt")
     length = max(1, round(step / 4)) if settings.cooldown_iters is None else settings.cooldown_iters
     for name, value in (("cooldown_iters", length), ("max_iters", step + length), ("lr_decay_iters", None)):
         settings.values[name], settings.origins[name] = value, f"cooldown_from step {step}"
 
 
 class Log:
-    """The same record as one aligned line on stdout and one JSON line in log.jsonl."""
+    """The same record as one aligned line on stdout and one JSON line in log.jsonl, by rank 0."""
 
-    def __init__(self, path, tensorboard=False):
-        self.path, self.board = path, None
-        with contextlib.suppress(OSError):                    # a kill or a full disk may have cut the last line short
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    def __init__(self, path, world=ALONE, tensorboard=False):
+        self.path, self.world, self.board = path, world, None
+        world.first(lambda: self.open(tensorboard))
+
+    def open(self, tensorboard):
+        with contextlib.suppress(FileNotFoundError):          # a kill or a full disk may have cut the last line short
+            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise UserError("tensorboard=True, but TensorBoard is not installed; pip install tensorboard, or leave the key out")
-            self.board = SummaryWriter(path.parent / "tensorboard")
+            self.board = SummaryWriter(self.path.parent / "tensorboard")
 
     def write(self, line, **record):
         print(line, flush=True)
-        record = json.loads(json.dumps(record), parse_constant=str)             # JSON has no NaN: it becomes a word
+        self.world.first(lambda: self.record(json.loads(json.dumps(record), parse_constant=str)))         # JSON has no NaN: it becomes a word
+
+    def record(self, record):
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -628,12 +661,13 @@ def human(seconds):
 # ------------------------------------------------------------------------------------------------------------- start page
 
 
-def estimate_seconds(model, settings, device, autocast, first_step, n_processes=1):
+def estimate_seconds(model, settings, device, autocast, first_step, n_processes=1, compiled=False):
     """Time for the rest of the run, from a timed forward and backward of a few rows, scaled by counted FLOPs."""
     cfg, T = model.cfg, model.cfg.block_size
     flops = lambda depth: cfg.flops_per_token(T, depth=depth)
     mean_depth = (cfg.min_depth + cfg.n_recur) / 2 if cfg.depth_sampling == "uniform" else cfg.n_recur
-    tokens = int(min(settings.batch_size * T, max(64, 1e11 / flops(cfg.n_recur))))
+    whole = settings.batch_size * T                           # compiled code is made once, for the shape of training
+    tokens = whole if compiled else int(min(whole, max(64, 1e11 / flops(cfg.n_recur))))
     ids_BT = torch.zeros(max(1, tokens // T), min(T, tokens), dtype=torch.long, device=device)
     for _ in range(2):                                        # the first run warms up
         start = time.perf_counter()
@@ -673,8 +707,19 @@ def start_page(settings, cfg, meta, folder, device, dtype, compiled, world):
               f"machine    {device} {dtype}{' compiled' if compiled else ''}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"Python {platform.python_version()}, commit {commit()}",
               f"folder     {folder}"]
-    alone = ["parallel='fsdp' has no effect on one process"] * (settings.parallel == "fsdp" and world.size == 1)
-    return "\n".join(lines + [f"note: {sentence}" for sentence in cfg.unused() + alone])
+    return "\n".join(lines + [f"note: {sentence}" for sentence in cfg.unused() + unused(settings, meta, world)])
+
+
+def unused(s, meta, world):
+    """Sentences about training keys that cannot matter, or hardly as they were meant, beside the others."""
+    passes = s.max_iters * s.batch_size * s.gradient_accumulation_steps * s.block_size / meta["train"]["tokens"]
+    rules = [(s.parallel == "fsdp" and world.size == 1, "parallel='fsdp' has no effect on one process"),
+             (s.schedule != "wsd" and s.cooldown_iters is not None, f"cooldown_iters={s.cooldown_iters} has no effect with schedule={s.schedule!r}"),
+             (s.schedule == "wsd" and cooldown_start(s) < s.warmup_iters, f"no stable phase: warm-up to step {s.warmup_iters}, cool-down from "
+                                                                         f"{cooldown_start(s)}"),
+             (last_step(s) < s.max_iters, f"lr_decay_iters={s.lr_decay_iters}: from there to step {s.max_iters} the rate stays at its lowest"),
+             (passes > 1.05, f"{passes:,.1f} passes over the training tokens")]
+    return [sentence for holds, sentence in rules if holds]
 
 
 # ------------------------------------------------------------------------------------------------------------------- main
@@ -699,15 +744,20 @@ def parse(argv):
     """Settings; without a config file those of grt_tiny, or of the run that is resumed."""
     settings = config.parse(argv, [GPTConfig, TrainConfig], __doc__)
     if not settings.files:
-        own = Path(settings.out_dir or "") / "config.py"
-        use_own = settings.init_from == "resume" and settings.out_dir and own.is_file()
+        other = settings.cooldown_from or settings.init_from                     # whose run this one goes on from
+        own = checkpoint_of(settings.out_dir or "" if other == "resume" else other).parent / "config.py"
+        use_own = other != "scratch" and own.is_file()
         base = own if use_own else HERE / "config" / "grt_tiny.py"
+        if use_own and other != "resume":                     # in a folder of its own, and not from where that one began
+            argv = [f"--out_dir={settings.out_dir or Path('out') / own.parent.name}", f"--init_from={settings.init_from}", *argv]
         settings = config.parse([os.path.relpath(base), *argv], [GPTConfig, TrainConfig], __doc__)
         if use_own:                                           # its comments still know where each value came from
             for name, origin in re.findall(r"^(\w+) = .*  # (.*)$", own.read_text(encoding="utf-8"), re.M):
                 if settings.origins.get(name) != "command line":
                     settings.origins[name] = origin
     check_ranges(settings, RANGES)
+    if settings.cooldown_from and settings.init_from not in ("scratch", "resume"):
+        raise UserError("init_from and cooldown_from each name a checkpoint to begin with; give one of them")
     if settings.init_from not in ("scratch", "resume") and not Path(settings.init_from).exists():
         raise UserError(f"{settings.origins['init_from']}: init_from={settings.init_from!r} is neither scratch, resume nor a checkpoint that exists")
     settings.build(GPTConfig, vocab_size=settings.vocab_size or 64)          # refuse a bad shape before touching data
@@ -715,6 +765,10 @@ def parse(argv):
 
 
 def check_world(settings, world):
+    """What can be refused before any data is made."""
+    path = wanted_folder(settings) / "ckpt.pt"
+    if settings.init_from == "resume" and not path.is_file():
+        raise UserError(f"init_from=resume, but {path} does not exist; name the run with --out_dir=")
     A, n = settings.gradient_accumulation_steps, world.size
     if A % n:
         fits = [value for value in (A // n * n, A // n * n + n) if value]
@@ -729,7 +783,9 @@ def prepare_run(settings, cfg, meta, folder, device, dtype, autocast, world):
     goes_on = settings.init_from == "resume" or settings.cooldown_from is not None      # else a checkpoint gives its weights alone
     if state:
         with fitting(path):
-            check_resume(state, cfg, meta, settings) if goes_on else check_tokenizer(state, meta, settings)
+            (check_resume if goes_on else check_start)(state, cfg, meta, settings)
+        if settings.init_from == "resume":                    # config.py says how the run began
+            settings.values["init_from"] = state["settings"]["init_from"]
     compiled = want_compile(settings.compile, device)
     print(start_page(settings, cfg, meta, folder, device, dtype, compiled, world), flush=True)
     world.first(lambda: write_whole(folder / "config.py", lambda file: file.write(settings.dump().encode("utf-8"))))
@@ -742,14 +798,13 @@ def prepare_run(settings, cfg, meta, folder, device, dtype, autocast, world):
             if not goes_on and cfg.block == "gpt2":           # a shorter context needs its own positions alone
                 state["model"]["positions.table.weight"] = state["model"]["positions.table.weight"][: cfg.block_size]
             model.load_state_dict(state["model"])
-    if goes_on:
-        with fitting(path):
-            first_step, losses = state["step"], {name: state.get(name, state["step"]) for name in losses}
+            if goes_on:
+                first_step, losses = state["step"], {"val_step": state["step"], **{name: state[name] for name in losses if name in state}}
     if settings.checkpoint_activations:
         checkpoint_activations(model)
     if compiled:
-        compile_parts(model)
-    seconds = estimate_seconds(model, settings, device, autocast, first_step, world.size)
+        compile_parts(model, dynamic=False)                   # training knows its shapes
+    seconds = estimate_seconds(model, settings, device, autocast, first_step, world.size, compiled)
     net = world.spread(model, settings.parallel)
     optimizer = torch.optim.AdamW(param_groups(model, settings.weight_decay), lr=settings.learning_rate,
                                   betas=(settings.beta1, settings.beta2), fused=device.type in ("cpu", "cuda"))
@@ -763,7 +818,7 @@ def prepare_run(settings, cfg, meta, folder, device, dtype, autocast, world):
 
 def main(argv):
     settings, world = parse(argv), World()
-    device, dtype, autocast = pick_device(settings, world.local_rank)
+    device, dtype, autocast = pick_device(settings, world)
     with world.together(device), contextlib.ExitStack() as held:
         begun = world.first(lambda: interrupted(settings))
         if begun:
@@ -771,7 +826,7 @@ def main(argv):
             settings = parse([f"{begun}/config.py", "--init_from=resume", f"--out_dir={begun}"])
         elif settings.cooldown_from and settings.init_from != "resume":
             cool_down(settings)
-        check_world(settings, world)
+        world.first(lambda: check_world(settings, world))
         world.first(lambda: make_default_data(settings))
         meta, train_split, val_split, cfg = load_data(settings)
 
@@ -790,7 +845,7 @@ def main(argv):
 
 def run(model, net, optimizer, first_step, losses, seconds, s, meta, train_split, val_split, folder, device, autocast, world):
     """From first_step to max_iters; the last step is always evaluated and saved."""
-    log = Log(folder / "log.jsonl", s.tensorboard) if world.rank == 0 else Log(Path(os.devnull))
+    log = Log(folder / "log.jsonl", world, s.tensorboard)
     starts, cfg = fixed_windows(val_split, s.eval_tokens), model.cfg
     tokens = s.batch_size * s.gradient_accumulation_steps * cfg.block_size
     bits = meta["val"]["tokens"] / meta["val"]["bytes"] / math.log(2)       # nats per token -> bits per byte
@@ -805,9 +860,9 @@ def run(model, net, optimizer, first_step, losses, seconds, s, meta, train_split
                             f"is in {folder}; a lower learning_rate may help")
 
     def save(step, name="ckpt.pt"):
-        state = {"format": FORMAT, "model": gathered(model.state_dict()), "optimizer": gathered(optimizer.state_dict()), "step": step, **losses,
-                 "model_config": asdict(cfg), "settings": dict(s.values), "tokenizer": meta["tokenizer"], "fingerprint": meta["fingerprint"],
-                 "commit": commit(), "torch": str(torch.__version__)}
+        whole = [gathered(part.state_dict(), keep=world.rank == 0) for part in (model, optimizer)]
+        state = {"format": FORMAT, "model": whole[0], "optimizer": whole[1], "step": step, **losses, "model_config": asdict(cfg), "settings": dict(s.values),
+                 "tokenizer": meta["tokenizer"], "fingerprint": meta["fingerprint"], "commit": commit(), "torch": str(torch.__version__)}
         world.first(lambda: save_checkpoint(folder / name, state))
 
     def evaluate_and_save(step):
@@ -823,8 +878,12 @@ def run(model, net, optimizer, first_step, losses, seconds, s, meta, train_split
         save(step)
 
     model.train()
+    keeps = lambda step: (s.keep_interval and step % s.keep_interval == 0) or (s.schedule == "wsd" and step == cooldown_start(s))
+    kept = lambda step: f"ckpt-{step:08d}.pt"
     if first_step == 0:
         evaluate_and_save(0)                                  # sanity: near ln(vocabulary) before anything is learned
+    elif keeps(first_step) and not s.cooldown_from:           # a new budget may have made this step one to keep
+        save(first_step, kept(first_step))
     clock, clock_step = time.perf_counter(), first_step
     with CtrlC() as ctrl_c:
         for step in range(first_step, s.max_iters):
@@ -850,15 +909,15 @@ def run(model, net, optimizer, first_step, losses, seconds, s, meta, train_split
                           event="step", step=done, loss=loss, lr=lr, grad_norm=float(norm), depth=depth, gate=gate,
                           ms_per_update=update_ms, tokens_per_update=tokens, tokens_per_second=rate)
                 clock, clock_step = time.perf_counter(), done
-            before, evaluated = time.perf_counter(), done == s.max_iters or (s.eval_interval > 0 and done % s.eval_interval == 0)
+            evaluated, stop = done == s.max_iters or (s.eval_interval > 0 and done % s.eval_interval == 0), world.any(ctrl_c.asked)
+            if evaluated or stop or keeps(done):
+                check_finite()                                # waits for the device
+            before = time.perf_counter()
+            if keeps(done):
+                save(done, kept(done))
             if evaluated:
-                check_finite()
                 evaluate_and_save(done)
-            if (s.keep_interval and done % s.keep_interval == 0) or (s.schedule == "wsd" and done == cooldown_start(s)):
-                check_finite()
-                save(done, f"ckpt-{done:08d}.pt")
-            if world.any(ctrl_c.asked):
-                check_finite()
+            if stop:
                 if not evaluated:
                     save(done)
                 print(f"stopped after step {done}; go on with: python train.py --init_from=resume --out_dir={shlex.quote(str(folder))}")

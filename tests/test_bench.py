@@ -100,6 +100,7 @@ def test_progress_and_notes_stay_off_stdout(go, monkeypatch):
     (["counts", "toy.py", "--seq_len=33"], "seq_len=33 is more than block_size=32"), (["train", "toy.py", "--grad_clip=-1"], "grad_clip=-1"),
     (["train", "toy.py", "--gradient_accumulation_steps=0"], "gradient_accumulation_steps=0"), (["counts", "toy.py", "--depth=-1"], "depth=-1"),
     (["counts", "sequence.py", "--depth=3"], "depth=3 cannot be run"), (["train", "sequence.py", "--depth=3"], "depth=3 cannot be run"),
+    (["generate", "toy.py", "--against=transformers"], "goes with mode train"),
     (["train", "toy.py", "dense.py", "--n_head=3"], "n_head=3 does not divide"),
     (["generate", "toy.py", "--new_tokens=33"], "together they may be 33"),
     (["generate", "toy.py", "--new_tokens=0"], "new_tokens=0"), (["generate", "toy.py", "--prompt_tokens=0"], "prompt_tokens=0"),

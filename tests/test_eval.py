@@ -425,9 +425,20 @@ def test_a_folder_that_cannot_be_written_costs_no_result(go, monkeypatch, capsys
     monkeypatch.setattr(evaluation, "draw", DRAW)
     for name in ("eval.json", "depth.png"):
         Path(f"out/gated/{name}.tmp").mkdir()                            # write_whole's place
-    assert "could not save" in refusal(evaluation.main, ["--device=cpu"])
+    evaluation.main(["--device=cpu"])
     out, err = capsys.readouterr()
-    assert list(json.loads(out.splitlines()[-1])["parts"]) == ["loss", "depth"] and err.count("no picture: could not save") == 1
+    assert list(json.loads(out.splitlines()[-1])["parts"]) == ["loss", "depth"]
+    assert err.count("no picture: could not save") == 1 and err.count("note: could not save out/gated/eval.json") == 1
+
+
+def test_a_kept_checkpoint_is_measured_by_its_own_name(go, capsys):
+    Path("out/gated/ckpt-00000003.pt").write_bytes(Path("out/gated/ckpt.pt").read_bytes())
+    records = []
+    for out_dir in ("out/gated/ckpt-00000003.pt", "out/gated"):
+        evaluation.main(["loss", f"--out_dir={out_dir}", "--device=cpu"])
+        records.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert [r["folder"] for r in records] == ["out/gated/ckpt-00000003.pt", "out/gated"] and Path("out/gated/eval.json").is_file()
+    assert records[0]["parts"]["loss"]["nats_per_token"] == records[1]["parts"]["loss"]["nats_per_token"]
 
 
 def test_a_checkpoint_that_changes_while_it_is_read_is_refused(go, monkeypatch):

@@ -515,6 +515,23 @@ def test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory(ma
     assert torch.equal(fused(ids_BT).logits, model(ids_BT).logits)                                         # without targets there is nothing to fuse
 
 
+def test_a_fused_loss_is_differentiated_once_and_keeps_nothing_after():
+    model, ids_BT = loud(tiny(fused_loss=True)).train(), some_ids(2, 8)
+    loss = model(ids_BT, ids_BT, seed=(1, 2)).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("wrong", [-1, 61])
+def test_a_fused_loss_refuses_a_target_that_is_no_token(wrong):
+    targets_BT = some_ids(2, 8)
+    targets_BT[1, 3] = wrong
+    for fused_loss in (True, False):
+        with pytest.raises((IndexError, RuntimeError)):
+            loud(tiny(fused_loss=fused_loss))(some_ids(2, 8), targets_BT)
+
+
 def test_a_fused_loss_in_which_nothing_counts_is_zero_and_changes_nothing():
     out, loss, grads = loss_and_gradients(loud(tiny(fused_loss=True)).train(), some_ids(2, 8), torch.full((2, 8), -100))
     assert loss == 0 and not any(grad.any() for grad in grads.values())

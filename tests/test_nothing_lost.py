@@ -248,11 +248,49 @@ def test_a_cool_down_from_a_stable_checkpoint_is_the_run_of_that_budget(go, caps
     assert checkpoint(again)["step"] == 7
 
 
+def test_without_a_config_a_cool_down_and_a_fine_tuning_take_that_of_their_run(go):
+    long = go(schedule="wsd", max_iters=10, keep_interval=4, out_dir="out/long")
+    train.main([f"--cooldown_from={long}/ckpt-00000004.pt"])
+    assert checkpoint(Path("out/long-2"))["step"] == 5 and checkpoint(long)["step"] == 10
+    train.main([f"--init_from={long}", "--max_iters=1"])
+    state = checkpoint(Path("out/long-3"))
+    assert state["step"] == 1 and state["model_config"]["n_embd"] == 16 and checkpoint(long)["step"] == 10
+
+
+def test_the_config_of_a_resumed_run_begins_a_new_run(go):
+    folder = go(max_iters=1)
+    go(max_iters=2, init_from="resume", out_dir="out/toy")
+    before = (folder / "ckpt.pt").read_bytes()
+    train.main([str(folder / "config.py"), "--max_iters=3"])
+    assert (folder / "ckpt.pt").read_bytes() == before and checkpoint(Path("out/toy-2"))["step"] == 3
+    assert checkpoint(folder)["settings"]["init_from"] == "scratch"
+
+
+def test_a_larger_budget_keeps_its_own_start_of_a_cool_down(go):
+    folder = go(schedule="wsd", max_iters=8, lr_decay_iters=100, warmup_iters=1)
+    assert [path.name for path in folder.glob("ckpt-*")] == []
+    go(schedule="wsd", max_iters=10, warmup_iters=1, init_from="resume")
+    assert checkpoint(folder / "ckpt-00000008.pt")["step"] == 8
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(cooldown_iters=3), "cooldown_iters=3 has no effect with schedule='cosine'"), (dict(parallel="fsdp"), "parallel='fsdp' has no effect on one process"),
+    (dict(schedule="wsd", warmup_iters=100), "no stable phase: warm-up to step 100, cool-down from 3"),
+    (dict(lr_decay_iters=2), "lr_decay_iters=2: from there to step 4 the rate stays at its lowest"),
+    (dict(batch_size=600), "4.0 passes over the training tokens")])
+def test_settings_that_do_nothing_or_too_much_are_noted(go, capsys, monkeypatch, changes, words):
+    monkeypatch.setattr(train, "run", lambda *args: None)
+    go(**changes)
+    assert f"note: {words}" in capsys.readouterr().out
+    go(out_dir="out/calm")
+    assert words not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("run, flag, words", [
-    (dict(schedule="wsd", keep_interval=1), dict(schedule="wsd", cooldown_from="out/toy/ckpt-00000001.pt"), "step 1 of a wsd run is not in the stable phase"),
-    (dict(schedule="wsd", keep_interval=1), dict(schedule="wsd", cooldown_from="out/toy/ckpt-00000004.pt"), "step 4 of a wsd run"),
-    (dict(schedule="wsd", keep_interval=1), dict(cooldown_from="out/toy/ckpt-00000003.pt"), "train with --schedule=wsd"),
-    (dict(keep_interval=1), dict(schedule="wsd", cooldown_from="out/toy/ckpt-00000003.pt"), "step 3 of a cosine run"),
+    (dict(schedule="wsd", keep_interval=1), dict(schedule="wsd", cooldown_from="out/toy/ckpt-00000001.pt"), "step 1 is not in the stable phase of a trapezoid (steps 2 to 3)"),
+    (dict(schedule="wsd", keep_interval=1), dict(schedule="wsd", cooldown_from="out/toy/ckpt-00000004.pt"), "step 4 is not in the stable phase"),
+    (dict(schedule="wsd", keep_interval=1), dict(cooldown_from="out/toy/ckpt-00000003.pt"), "add --schedule=wsd"),
+    (dict(keep_interval=1), dict(schedule="wsd", cooldown_from="out/toy/ckpt-00000003.pt"), "and that run, schedule='cosine', has none"),
     (dict(), dict(schedule="wsd", cooldown_from="out/none.pt"), "no checkpoint at out/none.pt"),
     (dict(), dict(schedule="wsd", cooldown_from="out/toy"), "'out/toy' cannot be read"),
     (dict(schedule="wsd", keep_interval=1), dict(schedule="wsd", cooldown_from="out/toy/ckpt-00000003.pt", n_recur=3), "n_recur=3, but the checkpoint has n_recur=4")])
@@ -274,7 +312,8 @@ def test_a_new_run_can_start_from_the_weights_of_another(go):
         assert state["val_loss"] == pytest.approx(checkpoint(first)["val_loss"], abs=1e-6) and not state["optimizer"]["state"]
     assert checkpoint(go(init_from=first, out_dir="out/deeper", n_recur=6, max_iters=1))["model_config"]["n_recur"] == 6
     assert "init_from='first' is neither scratch, resume nor a checkpoint that exists" in refusal(go, init_from="first")
-    assert "is not a whole checkpoint of this program" in refusal(go, init_from=first, n_embd=32, out_dir="out/wider")
+    assert "n_embd is 16 there and 32 here; give the model keys of that run" in refusal(go, init_from=first, n_embd=32, out_dir="out/wider")
+    assert "give one of them" in refusal(go, init_from=first, cooldown_from=first)
 
 
 def test_weights_alone_start_a_new_run_and_cannot_be_resumed(go):
@@ -294,9 +333,9 @@ def test_a_shorter_context_starts_from_the_first_positions(go, block):
     whole = GPT(GPTConfig(**checkpoint(first)["model_config"])).eval()
     whole.load_state_dict(checkpoint(first)["model"])
     torch.testing.assert_close(model(ids_BT).logits, whole(ids_BT).logits)
-    assert "cannot change" in refusal(go, block=block, init_from="resume", block_size=16)
+    assert "a run that goes on keeps its model keys" in refusal(go, block=block, init_from="resume", block_size=16)
     if block == "gpt2":
-        assert "is not a whole checkpoint" in refusal(go, block=block, init_from=first, block_size=48, out_dir="out/long")
+        assert "needs positions that it never learned; it has 32" in refusal(go, block=block, init_from=first, block_size=48, out_dir="out/long")
 
 
 # ---------------------------------------------------------------------------------------------------------- less memory

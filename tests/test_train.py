@@ -25,7 +25,7 @@ import prepare
 import train
 from config import UserError
 from model import GPT, GPTConfig, fold_in, param_groups
-from train import Split, TrainConfig, evaluate, fixed_windows, get_batch, learning_rate, step_gradients
+from train import Split, TrainConfig, compile_parts, evaluate, fixed_windows, get_batch, learning_rate, step_gradients
 
 ROOT = Path(train.__file__).resolve().parent
 NO_AUTOCAST = torch.autocast("cpu", enabled=False)
@@ -313,7 +313,7 @@ def test_randomness_differs_between_steps_micro_batches_and_purposes():
 def test_model_keys_and_tokenizer_may_not_change_on_resume(go, place, tmp_path):
     folder = go(max_iters=1)
     before = (folder / "ckpt.pt").read_bytes()
-    assert refusal(go, init_from="resume", n_recur=3).startswith("resume: n_recur=3, but the checkpoint has n_recur=4")
+    assert refusal(go, init_from="resume", n_recur=3).startswith("n_recur=3, but the checkpoint has n_recur=4")
     meta = json.loads((place / "data/toy/meta.json").read_text("utf-8"))
     Path("data").unlink()
     Path("data/toy").mkdir(parents=True)
@@ -556,6 +556,46 @@ def test_a_folder_in_use_is_passed_over_where_a_name_is_free_to_choose(go):
     go(max_iters=1)
     assert checkpoint(Path("out/toy-3"))["step"] == 1 and not Path("out/toy-2/ckpt.pt").exists()
     lock.close()
+
+
+@pytest.mark.parametrize("error, works", [(OSError(38, "Function not implemented"), True), (BlockingIOError(11, "busy"), False)])
+def test_a_disk_without_locks_is_trained_on(go, monkeypatch, error, works):
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*args):
+        raise error
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if works:
+        assert checkpoint(go(max_iters=1))["step"] == 1
+    else:
+        assert "another process is training in out/toy" in refusal(go)
+
+
+def test_a_full_disk_at_the_lock_is_one_line(go, monkeypatch):
+    def launch():
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(train, "launch", launch)
+    assert "cannot be written (No space left on device)" in refusal(go)
+
+
+def test_several_processes_share_no_one_device():
+    world = SimpleNamespace(size=2, local_rank=1)
+    message = refusal(train.pick_device, SimpleNamespace(device="cuda:1", dtype="auto"), world)
+    assert "device='cuda:1' cannot be shared by 2 processes" in message
+    assert train.pick_device(SimpleNamespace(device="cpu", dtype="auto"), world)[0] == torch.device("cpu")
+
+
+def test_training_and_evaluation_of_a_compiled_run_make_graphs_of_fixed_shapes(go, monkeypatch):
+    shapes = []
+
+    def backend(graph, inputs):
+        shapes.append([int(x) for x in inputs if isinstance(x, torch.SymInt)])
+        return graph.forward
+    monkeypatch.setattr(train, "want_compile", lambda *args: True)
+    monkeypatch.setattr(train, "compile_parts", lambda model, **options: compile_parts(model, backend=backend, **options))
+    torch._dynamo.reset()
+    go(eval_tokens=160, max_iters=3, eval_interval=1)                  # 5 windows: the last evaluation batch is short
+    assert shapes and not any(shapes) and len(shapes) <= 9             # block, read and write; in training, evaluation and the first guess
 
 
 def test_a_launch_that_is_started_again_finds_its_own_run_and_no_other(go, monkeypatch):
