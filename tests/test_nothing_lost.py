@@ -249,12 +249,12 @@ def test_a_cool_down_from_a_stable_checkpoint_is_the_run_of_that_budget(go, caps
 
 
 def test_without_a_config_a_cool_down_and_a_fine_tuning_take_that_of_their_run(go):
-    long = go(schedule="wsd", max_iters=10, keep_interval=4, out_dir="out/long")
-    train.main([f"--cooldown_from={long}/ckpt-00000004.pt"])
-    assert checkpoint(Path("out/long-2"))["step"] == 5 and checkpoint(long)["step"] == 10
+    long = go(schedule="wsd", max_iters=20, keep_interval=12, out_dir="out/long")
+    train.main([f"--cooldown_from={long}/ckpt-00000012.pt"])
+    assert checkpoint(Path("out/long-2"))["step"] == 15 and checkpoint(long)["step"] == 20                # 12 are four fifths of 15
     train.main([f"--init_from={long}", "--max_iters=1"])
     state = checkpoint(Path("out/long-3"))
-    assert state["step"] == 1 and state["model_config"]["n_embd"] == 16 and checkpoint(long)["step"] == 10
+    assert state["step"] == 1 and state["model_config"]["n_embd"] == 16 and checkpoint(long)["step"] == 20
 
 
 def test_the_config_of_a_resumed_run_begins_a_new_run(go):
