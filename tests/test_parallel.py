@@ -175,7 +175,7 @@ def test_micro_batches_that_cannot_be_shared_are_refused_with_numbers_that_can(t
     for words in ("gradient_accumulation_steps=5", "batch_size=4", "2 processes", "use 4 or 6"):
         assert words in two["odd", 0]["end"]
     with pytest.raises(train.UserError, match="use 3$"):
-        train.check_world(SimpleNamespace(gradient_accumulation_steps=1, batch_size=4), SimpleNamespace(size=3))
+        train.check_world(SimpleNamespace(gradient_accumulation_steps=1, batch_size=4, init_from="scratch", out_dir="out/x"), SimpleNamespace(size=3))
 
 
 def test_tokens_per_second_count_all_micro_batches_of_all_ranks(place, two, one):
