@@ -422,6 +422,7 @@ def test_a_mistake_is_one_line(place, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written_costs_no_result(go, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(evaluation, "draw", DRAW)
     for name in ("eval.json", "depth.png"):
         Path(f"out/gated/{name}.tmp").mkdir()                            # write_whole's place
