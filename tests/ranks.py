@@ -6,8 +6,10 @@ All in float64, so that sums in another order stay equal to many places. Rank r 
 """
 import functools
 import os
+import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
@@ -30,7 +32,7 @@ RUNS = {
     "compiled": dict(SHORT, compile=True), "compiled fsdp": dict(SHORT, compile=True, parallel="fsdp"),
     "gathers": dict(CALM, max_iters=2, log_interval=100, gradient_accumulation_steps=2, parallel="fsdp"),
     "on 4": dict(CALM, init_from="resume", parallel="fsdp"), "odd": dict(CALM, gradient_accumulation_steps=5),
-    "uneven": dict(CALM, max_iters=2),
+    "uneven": dict(CALM, max_iters=2), "default set": dict(CALM, max_iters=1, dataset="stdlib"),
 }
 
 
@@ -51,12 +53,20 @@ class Watched:
         self.group, self.gather, self.backward = group, group.foreach_all_gather, torch.Tensor.backward
         train.step_gradients, train.clip_gradients, train.run = self.on_step, self.on_clip, self.on_run
         group.foreach_all_gather = self.on_gather
+        self.prepare, train.prepare.prepare = train.prepare.prepare, self.on_prepare
         torch.Tensor.backward = lambda tensor, *args, **kwargs: self.on_backward(tensor, *args, **kwargs)
         return self.seen
 
     def __exit__(self, *_):
         train.step_gradients, train.clip_gradients, train.run = self.step_gradients, self.clip, self.run
         self.group.foreach_all_gather, torch.Tensor.backward = self.gather, self.backward
+        train.prepare.prepare = self.prepare
+
+    def on_prepare(self, source, data_dir):
+        """The default set takes its time."""
+        self.seen["events"].append(f"prepare {source}")
+        time.sleep(1)
+        shutil.copytree(Path(data_dir, "toy"), Path(data_dir, source))
 
     def on_step(self, net, batches, *args):
         self.step += 1

@@ -178,6 +178,11 @@ def test_micro_batches_that_cannot_be_shared_are_refused_with_numbers_that_can(t
         train.check_world(SimpleNamespace(gradient_accumulation_steps=1, batch_size=4, init_from="scratch", out_dir="out/x"), SimpleNamespace(size=3))
 
 
+def test_rank_0_makes_the_default_set_and_the_other_waits_for_it(two):
+    assert [two["default set", rank]["events"].count("prepare stdlib") for rank in (0, 1)] == [1, 0]
+    assert two["default set", 0]["end"] == two["default set", 1]["end"] == "done"
+
+
 def test_tokens_per_second_count_all_micro_batches_of_all_ranks(place, two, one):
     for run in (saved(place / "out/ddp"), one):
         for r in (r for r in run.records if r["event"] == "step"):
