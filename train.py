@@ -776,44 +776,162 @@ def check_world(settings, world):
                         f"processes; use {' or '.join(map(str, fits))}")
 
 
-def prepare_run(settings, cfg, meta, folder, device, dtype, autocast, world):
-    """(model, module to call in training, optimizer, first step, last losses, seconds that the run will take about).
-    Says what will run."""
-    path, state = starting_point(settings, folder)
-    goes_on = settings.init_from == "resume" or settings.cooldown_from is not None      # else a checkpoint gives its weights alone
-    if state:
-        with fitting(path):
-            (check_resume if goes_on else check_start)(state, cfg, meta, settings)
-        if settings.init_from == "resume":                    # config.py says how the run began
-            settings.values["init_from"] = state["settings"]["init_from"]
-    compiled = want_compile(settings.compile, device)
-    print(start_page(settings, cfg, meta, folder, device, dtype, compiled, world), flush=True)
-    world.first(lambda: write_whole(folder / "config.py", lambda file: file.write(settings.dump().encode("utf-8"))))
+class Run:
+    """A run at work: what it is made of and where it stands. Made new or from a checkpoint; train() does the rest."""
 
-    torch.manual_seed(settings.seed)
-    model = GPT(cfg).to(device)
-    first_step, losses = 0, {"val_loss": math.inf, "val_step": 0, "best_val_loss": math.inf}
-    if state:
+    def __init__(self, s, data, folder, device, dtype, autocast, world):
+        self.s, self.folder, self.device, self.autocast, self.world = s, folder, device, autocast, world
+        self.meta, self.train_split, self.val_split, cfg = data
+        self.step, self.losses = 0, {"val_loss": math.inf, "val_step": 0, "best_val_loss": math.inf}
+        path, state = starting_point(s, folder)
+        goes_on = s.init_from == "resume" or s.cooldown_from is not None         # else a checkpoint gives its weights alone
+        if state:
+            with fitting(path):
+                (check_resume if goes_on else check_start)(state, cfg, self.meta, s)
+            if s.init_from == "resume":                       # config.py says how the run began
+                s.values["init_from"] = state["settings"]["init_from"]
+        compiled = want_compile(s.compile, device)
+        print(start_page(s, cfg, self.meta, folder, device, dtype, compiled, world), flush=True)
+        world.first(lambda: write_whole(folder / "config.py", lambda file: file.write(s.dump().encode("utf-8"))))
+
+        torch.manual_seed(s.seed)
+        self.model = GPT(cfg).to(device)
+        if state:
+            with fitting(path):
+                if not goes_on and cfg.block == "gpt2":       # a shorter context needs its own positions alone
+                    state["model"]["positions.table.weight"] = state["model"]["positions.table.weight"][: cfg.block_size]
+                self.model.load_state_dict(state["model"])
+        if s.checkpoint_activations:
+            checkpoint_activations(self.model)
+        if compiled:
+            compile_parts(self.model, dynamic=False)          # training knows its shapes
+        first_step = state["step"] if goes_on else 0
+        self.seconds = estimate_seconds(self.model, s, device, autocast, first_step, world.size, compiled)
+        self.net = world.spread(self.model, s.parallel)       # the module to call in training
+        self.optimizer = torch.optim.AdamW(param_groups(self.model, s.weight_decay), lr=s.learning_rate, betas=(s.beta1, s.beta2),
+                                           fused=device.type in ("cpu", "cuda"))
+        if goes_on:
+            self.go_on(path, state)
+
+    def go_on(self, path, state):
+        """Step, losses and optimizer of a checkpoint; the settings at hand win over those in it."""
+        groups = self.optimizer.param_groups
         with fitting(path):
-            if not goes_on and cfg.block == "gpt2":           # a shorter context needs its own positions alone
-                state["model"]["positions.table.weight"] = state["model"]["positions.table.weight"][: cfg.block_size]
-            model.load_state_dict(state["model"])
-            if goes_on:
-                first_step, losses = state["step"], {"val_step": state["step"], **{name: state[name] for name in losses if name in state}}
-    if settings.checkpoint_activations:
-        checkpoint_activations(model)
-    if compiled:
-        compile_parts(model, dynamic=False)                   # training knows its shapes
-    seconds = estimate_seconds(model, settings, device, autocast, first_step, world.size, compiled)
-    net = world.spread(model, settings.parallel)
-    optimizer = torch.optim.AdamW(param_groups(model, settings.weight_decay), lr=settings.learning_rate,
-                                  betas=(settings.beta1, settings.beta2), fused=device.type in ("cpu", "cuda"))
-    if goes_on:
-        with fitting(path):
-            optimizer.load_state_dict(scattered(state["optimizer"], [p for group in optimizer.param_groups for p in group["params"]]))
-        for group, decay in zip(optimizer.param_groups, (settings.weight_decay, 0.0)):
-            group.update(weight_decay=decay, betas=(settings.beta1, settings.beta2))
-    return model, net, optimizer, first_step, losses, seconds
+            self.step = state["step"]
+            self.losses.update({"val_step": state["step"], **{name: state[name] for name in self.losses if name in state}})
+            self.optimizer.load_state_dict(scattered(state["optimizer"], [p for group in groups for p in group["params"]]))
+        for group, decay in zip(self.optimizer.param_groups, (self.s.weight_decay, 0.0)):
+            group.update(weight_decay=decay, betas=(self.s.beta1, self.s.beta2))
+
+    def train(self):
+        """To max_iters; the last step is always evaluated and saved."""
+        s, first_step = self.s, self.step
+        self.log = Log(self.folder / "log.jsonl", self.world, s.tensorboard)
+        self.bad_step = torch.zeros((), dtype=torch.long, device=self.device)    # the first whose loss or gradient is not finite
+        advice = ", try config/grt_tiny.py" if self.seconds > 86400 and self.device.type == "cpu" else ""
+        self.log.write(f"time       about {human(self.seconds)}{advice}\n", event="start", step=first_step, estimated_seconds=self.seconds,
+                       commit=commit(), torch=str(torch.__version__), python=platform.python_version(), processes=self.world.size,
+                       settings=s.values, data=self.meta["source"])
+        self.model.train()
+        if first_step == 0:
+            self.evaluate()                                   # sanity: near ln(vocabulary) before anything is learned
+        elif first_step >= s.max_iters:
+            print(f"the run is at step {first_step} and max_iters={s.max_iters}: nothing is left to train, only to evaluate")
+            self.evaluate()
+        elif self.keeps() and not s.cooldown_from:            # a new budget may have made this step one to keep
+            self.save(self.kept())
+        self.clock, self.clock_step = time.perf_counter(), first_step
+        with CtrlC() as ctrl_c:
+            while self.step < s.max_iters:
+                last = self.update()
+                if self.step % s.log_interval == 0 or self.step == s.max_iters:
+                    self.report(*last)
+                self.rest(self.world.any(ctrl_c.asked))
+
+    def update(self):
+        """One optimizer step. Returns its loss, depth, gradient norm, learning rate and one row of ids."""
+        s, step, world = self.s, self.step, self.world
+        lr = learning_rate(step, s)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        micro = range(s.gradient_accumulation_steps // world.size)
+        data_seeds = [fold_in(s.seed, "data", step, i * world.size + world.rank) for i in micro]
+        batches = [get_batch(self.train_split, s.batch_size, seed, self.device) for seed in data_seeds]
+        seeds = [(fold_in(s.seed, "shared", step, i), fold_in(s.seed, "own", step, i, world.rank)) for i in micro]
+        loss, depth = step_gradients(self.net, batches, seeds, self.autocast, world)
+        norm = clip_gradients(self.model, s.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.bad_step = torch.where((self.bad_step == 0) & ~torch.isfinite(loss + norm), self.step, self.bad_step)
+        return loss, depth, norm, lr, batches[0][0][:1]
+
+    def report(self, loss, depth, norm, lr, ids_1T):
+        """A line of the log; here the host waits for the device."""
+        self.check_finite()
+        loss, depth, norm, now = float(loss), float(depth), float(norm), time.perf_counter()
+        tokens = self.s.batch_size * self.s.gradient_accumulation_steps * self.model.cfg.block_size
+        seconds = (now - self.clock) / (self.step - self.clock_step)             # of an update
+        gate, left = mean_gate(self.model, ids_1T), (self.s.max_iters - self.step) * seconds
+        self.log.write(f"step {self.step:6d} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:6.2f} | depth {depth:4.3g} | gate "
+                       f"{'   - ' if gate is None else f'{gate:.3f}'} | {seconds * 1e3:7,.0f} ms | {tokens / seconds:7,.0f} tok/s | {human(left)} left",
+                       event="step", step=self.step, loss=loss, lr=lr, grad_norm=norm, depth=depth, gate=gate, ms_per_update=seconds * 1e3,
+                       tokens_per_update=tokens, tokens_per_second=tokens / seconds)
+        self.clock, self.clock_step = time.perf_counter(), self.step
+
+    def rest(self, stop):
+        """Between two steps: keep, evaluate, save, stop. None of it is training time."""
+        s = self.s
+        evaluates = self.step == s.max_iters or (s.eval_interval > 0 and self.step % s.eval_interval == 0)
+        if not (stop or evaluates or self.keeps()):
+            return
+        self.check_finite()
+        before = time.perf_counter()
+        if self.keeps():
+            self.save(self.kept())
+        if evaluates:
+            self.evaluate()
+        if stop:
+            if not evaluates:
+                self.save()
+            print(f"stopped after step {self.step}; go on with: python train.py --init_from=resume --out_dir={shlex.quote(str(self.folder))}")
+            raise KeyboardInterrupt
+        self.clock += time.perf_counter() - before
+
+    def keeps(self):
+        s = self.s
+        return (s.keep_interval and self.step % s.keep_interval == 0) or (s.schedule == "wsd" and self.step == cooldown_start(s))
+
+    def kept(self):
+        return f"ckpt-{self.step:08d}.pt"
+
+    def check_finite(self):
+        if self.bad_step:
+            raise UserError(f"the loss or its gradient is not finite at step {int(self.bad_step)}: training stops, and the last good checkpoint "
+                            f"is in {self.folder}; a lower learning_rate may help")
+
+    def evaluate(self):
+        """The validation loss, and a checkpoint with it."""
+        cfg, part = self.model.cfg, self.meta["val"]
+        starts, bits = fixed_windows(self.val_split, self.s.eval_tokens), part["tokens"] / part["bytes"] / math.log(2)   # nats per token -> bits per byte
+        by_depth = evaluate(self.model, self.val_split, starts, eval_depths(cfg), self.s.batch_size, self.device, self.autocast, self.world)
+        loss = by_depth[cfg.n_recur]
+        line = f"step {self.step:6d} | validation {loss:.4f} nats/token = {loss * bits:.4f} bits/byte"
+        if len(by_depth) > 1:
+            line += " | by depth " + "  ".join(f"{d}: {value * bits:.3f}" for d, value in by_depth.items())
+        self.log.write(line, event="eval", step=self.step, val_loss=loss, bits_per_byte=loss * bits, by_depth=by_depth)
+        if not math.isfinite(loss):
+            raise UserError(f"the validation loss at step {self.step} is {loss}; nothing was saved over the last good checkpoint")
+        self.losses = {"val_loss": loss, "val_step": self.step, "best_val_loss": min(self.losses["best_val_loss"], loss)}
+        self.save()
+
+    def save(self, name="ckpt.pt"):
+        """A checkpoint: all that the run is. Gathering shards takes every rank, writing them the first."""
+        model, optimizer = (gathered(part.state_dict(), keep=self.world.rank == 0) for part in (self.model, self.optimizer))
+        state = {"format": FORMAT, "model": model, "optimizer": optimizer, "step": self.step, **self.losses, "model_config": asdict(self.model.cfg),
+                 "settings": dict(self.s.values), "tokenizer": self.meta["tokenizer"], "fingerprint": self.meta["fingerprint"], "commit": commit(),
+                 "torch": str(torch.__version__)}
+        self.world.first(lambda: save_checkpoint(self.folder / name, state))
 
 
 def main(argv):
@@ -828,110 +946,25 @@ def main(argv):
             cool_down(settings)
         world.first(lambda: check_world(settings, world))
         world.first(lambda: make_default_data(settings))
-        meta, train_split, val_split, cfg = load_data(settings)
+        data = load_data(settings)
 
         def claim():
             folder, lock = claim_folder(settings)
             held.enter_context(lock)
             return str(folder)
         folder = Path(world.first(claim))
-        parts = prepare_run(settings, cfg, meta, folder, device, dtype, autocast, world)
-        run(*parts, settings, meta, train_split, val_split, folder, device, autocast, world)
+        Run(settings, data, folder, device, dtype, autocast, world).train()
     if settings.sample_tokens and world.rank == 0:
-        text, encoding = write(folder, cfg, meta, settings.sample_tokens, device), sys.stdout.encoding or "utf-8"
+        text, encoding = write(folder, settings.sample_tokens, device), sys.stdout.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)                # a terminal may know ASCII alone
         print(f"\nwhat it writes (more: python sample.py --out_dir={shlex.quote(str(folder))})\n{text}")
 
 
-def run(model, net, optimizer, first_step, losses, seconds, s, meta, train_split, val_split, folder, device, autocast, world):
-    """From first_step to max_iters; the last step is always evaluated and saved."""
-    log = Log(folder / "log.jsonl", world, s.tensorboard)
-    starts, cfg = fixed_windows(val_split, s.eval_tokens), model.cfg
-    tokens = s.batch_size * s.gradient_accumulation_steps * cfg.block_size
-    bits = meta["val"]["tokens"] / meta["val"]["bytes"] / math.log(2)       # nats per token -> bits per byte
-    advice = ", try config/grt_tiny.py" if seconds > 86400 and device.type == "cpu" else ""
-    log.write(f"time       about {human(seconds)}{advice}\n", event="start", step=first_step, estimated_seconds=seconds, commit=commit(),
-              torch=str(torch.__version__), python=platform.python_version(), processes=world.size, settings=s.values, data=meta["source"])
-    bad_step = torch.zeros((), dtype=torch.long, device=device)             # the first whose loss or gradient is not finite
-
-    def check_finite():
-        if bad_step:
-            raise UserError(f"the loss or its gradient is not finite at step {int(bad_step)}: training stops, and the last good checkpoint "
-                            f"is in {folder}; a lower learning_rate may help")
-
-    def save(step, name="ckpt.pt"):
-        whole = [gathered(part.state_dict(), keep=world.rank == 0) for part in (model, optimizer)]
-        state = {"format": FORMAT, "model": whole[0], "optimizer": whole[1], "step": step, **losses, "model_config": asdict(cfg), "settings": dict(s.values),
-                 "tokenizer": meta["tokenizer"], "fingerprint": meta["fingerprint"], "commit": commit(), "torch": str(torch.__version__)}
-        world.first(lambda: save_checkpoint(folder / name, state))
-
-    def evaluate_and_save(step):
-        by_depth = evaluate(model, val_split, starts, eval_depths(cfg), s.batch_size, device, autocast, world)
-        loss = by_depth[cfg.n_recur]
-        line = f"step {step:6d} | validation {loss:.4f} nats/token = {loss * bits:.4f} bits/byte"
-        if len(by_depth) > 1:
-            line += " | by depth " + "  ".join(f"{d}: {value * bits:.3f}" for d, value in by_depth.items())
-        log.write(line, event="eval", step=step, val_loss=loss, bits_per_byte=loss * bits, by_depth=by_depth)
-        if not math.isfinite(loss):
-            raise UserError(f"the validation loss at step {step} is {loss}; nothing was saved over the last good checkpoint")
-        losses.update(val_loss=loss, val_step=step, best_val_loss=min(losses["best_val_loss"], loss))
-        save(step)
-
-    model.train()
-    keeps = lambda step: (s.keep_interval and step % s.keep_interval == 0) or (s.schedule == "wsd" and step == cooldown_start(s))
-    kept = lambda step: f"ckpt-{step:08d}.pt"
-    if first_step == 0:
-        evaluate_and_save(0)                                  # sanity: near ln(vocabulary) before anything is learned
-    elif keeps(first_step) and not s.cooldown_from:           # a new budget may have made this step one to keep
-        save(first_step, kept(first_step))
-    clock, clock_step = time.perf_counter(), first_step
-    with CtrlC() as ctrl_c:
-        for step in range(first_step, s.max_iters):
-            lr = learning_rate(step, s)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            micro = range(s.gradient_accumulation_steps // world.size)
-            batches = [get_batch(train_split, s.batch_size, fold_in(s.seed, "data", step, i * world.size + world.rank), device) for i in micro]
-            seeds = [(fold_in(s.seed, "shared", step, i), fold_in(s.seed, "own", step, i, world.rank)) for i in micro]
-            loss, depth = step_gradients(net, batches, seeds, autocast, world)
-            norm = clip_gradients(model, s.grad_clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            done = step + 1
-            bad_step = torch.where((bad_step == 0) & ~torch.isfinite(loss + norm), done, bad_step)
-            if done % s.log_interval == 0 or done == s.max_iters:
-                check_finite()
-                loss, depth, now = float(loss), float(depth), time.perf_counter()
-                rate, update_ms = (done - clock_step) * tokens / (now - clock), (now - clock) / (done - clock_step) * 1e3
-                gate, left = mean_gate(model, batches[0][0][:1]), (s.max_iters - done) * tokens / rate
-                log.write(f"step {done:6d} | loss {loss:.4f} | lr {lr:.2e} | norm {float(norm):6.2f} | depth {depth:4.3g} | gate "
-                          f"{'   - ' if gate is None else f'{gate:.3f}'} | {update_ms:7,.0f} ms | {rate:7,.0f} tok/s | {human(left)} left",
-                          event="step", step=done, loss=loss, lr=lr, grad_norm=float(norm), depth=depth, gate=gate,
-                          ms_per_update=update_ms, tokens_per_update=tokens, tokens_per_second=rate)
-                clock, clock_step = time.perf_counter(), done
-            evaluated, stop = done == s.max_iters or (s.eval_interval > 0 and done % s.eval_interval == 0), world.any(ctrl_c.asked)
-            if evaluated or stop or keeps(done):
-                check_finite()                                # waits for the device
-            before = time.perf_counter()
-            if keeps(done):
-                save(done, kept(done))
-            if evaluated:
-                evaluate_and_save(done)
-            if stop:
-                if not evaluated:
-                    save(done)
-                print(f"stopped after step {done}; go on with: python train.py --init_from=resume --out_dir={shlex.quote(str(folder))}")
-                raise KeyboardInterrupt
-            clock += time.perf_counter() - before             # evaluating and saving are not training time
-    if first_step > 0 and first_step >= s.max_iters:
-        print(f"the run is at step {first_step} and max_iters={s.max_iters}: nothing is left to train, only to evaluate")
-        evaluate_and_save(first_step)
-
-
-def write(folder, cfg, meta, n_tokens, device="cpu", seed=0):
+def write(folder, n_tokens, device="cpu", seed=0):
     """A short text from the run's checkpoint, from an empty start."""
-    tokenizer, model = prepare.get_tokenizer(meta["tokenizer"]), GPT(cfg).to(device)
-    model.load_state_dict(load_checkpoint(folder / "ckpt.pt")["model"])
+    state = load_checkpoint(folder / "ckpt.pt")
+    tokenizer, model = prepare.get_tokenizer(state["tokenizer"]), GPT(GPTConfig(**state["model_config"])).to(device)
+    model.load_state_dict(state["model"])
     rng = generator(seed, device)
     ids = [row[0] for row in stream(model, [[tokenizer.eot_token]], n_tokens, temperature=0.8, top_k=50, generator=rng)]
     return tokenizer.decode([i for i in ids if i < tokenizer.n_vocab], errors="replace")

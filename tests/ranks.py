@@ -46,19 +46,19 @@ class Watched:
 
     def __init__(self, name):
         self.name, self.seen = name, {"depths": [], "first_ids": [], "gradients": None, "events": [], "weights": None}
-        self.step_gradients, self.clip, self.run, self.step = train.step_gradients, train.clip_gradients, train.run, 0
+        self.step_gradients, self.clip, self.train, self.step = train.step_gradients, train.clip_gradients, train.Run.train, 0
 
     def __enter__(self):
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
         self.group, self.gather, self.backward = group, group.foreach_all_gather, torch.Tensor.backward
-        train.step_gradients, train.clip_gradients, train.run = self.on_step, self.on_clip, self.on_run
+        train.step_gradients, train.clip_gradients, train.Run.train = self.on_step, self.on_clip, lambda run: self.on_train(run)
         group.foreach_all_gather = self.on_gather
         self.prepare, train.prepare.prepare = train.prepare.prepare, self.on_prepare
         torch.Tensor.backward = lambda tensor, *args, **kwargs: self.on_backward(tensor, *args, **kwargs)
         return self.seen
 
     def __exit__(self, *_):
-        train.step_gradients, train.clip_gradients, train.run = self.step_gradients, self.clip, self.run
+        train.step_gradients, train.clip_gradients, train.Run.train = self.step_gradients, self.clip, self.train
         self.group.foreach_all_gather, torch.Tensor.backward = self.gather, self.backward
         train.prepare.prepare = self.prepare
 
@@ -86,11 +86,11 @@ class Watched:
             self.seen["gradients"] = {name: train.gathered(p.grad).clone() for name, p in model.named_parameters()}
         return self.clip(model, grad_clip)
 
-    def on_run(self, model, *args):
+    def on_train(self, run):
         try:
-            self.run(model, *args)
+            self.train(run)
         finally:
-            self.seen["weights"] = train.gathered(model.state_dict())
+            self.seen["weights"] = train.gathered(run.model.state_dict())
 
     def on_gather(self, params, *args, **kwargs):
         if any("recursion" in p._param_fqn for p in params):

@@ -279,7 +279,7 @@ def test_a_larger_budget_keeps_its_own_start_of_a_cool_down(go):
     (dict(lr_decay_iters=2), "lr_decay_iters=2: from there to step 4 the rate stays at its lowest"),
     (dict(batch_size=600), "4.0 passes over the training tokens")])
 def test_settings_that_do_nothing_or_too_much_are_noted(go, capsys, monkeypatch, changes, words):
-    monkeypatch.setattr(train, "run", lambda *args: None)
+    monkeypatch.setattr(train.Run, "train", lambda run: None)
     go(**changes)
     assert f"note: {words}" in capsys.readouterr().out
     go(out_dir="out/calm")

@@ -631,7 +631,7 @@ def test_a_folder_in_which_a_process_trains_is_refused(go):
                                             ("..", "no folder of the run's own")])
 def test_a_folder_that_cannot_be_used_is_one_line_before_training(go, out_dir, words, monkeypatch):
     Path("taken").write_text("a file", encoding="utf-8")
-    monkeypatch.setattr(train, "run", None)
+    monkeypatch.setattr(train.Run, "train", None)
     assert words in refusal(go, out_dir=out_dir) and sorted(os.listdir()) == ["data", "taken", "toy.py"]
 
 
