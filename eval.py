@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import GPT, NoCache, Silence, at_least_fp32
+from model import GPT, NO_CACHES, Silence, at_least_fp32
 from sample import load_run, newest_run
 from train import Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, pick_device, write_whole
 
@@ -118,14 +118,16 @@ def exit_depths(cfg):
     as fractions of its one step; the depth that it has, where every step has blocks of its own."""
     if is_plain(cfg):
         return [k / cfg.n_core for k in range(cfg.n_core + 1)]
-    return list(range(2 * cfg.n_recur + 1)) if cfg.any_depth else [cfg.n_recur]
+    if not cfg.any_depth or cfg.router == "token":            # a token-choice model ends every token's last step in its own way
+        return [cfg.n_recur]
+    return list(range((2 if cfg.router == "none" else 1) * cfg.n_recur + 1))
 
 
 def features_at(model, ids_BT, depths):
     """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower."""
-    cfg, cache, noise, done = model.cfg, NoCache(), Silence(), 0
-    h_BTD, e_BTD, who = model.start(ids_BT, cache)
-    anchor = model.recursion.update.anchor(e_BTD)
+    cfg, cache, noise, done = model.cfg, NO_CACHES[model.cfg.kv](), Silence(), 0
+    h_BTD, e_BTD, outer = model.start(ids_BT, cache)
+    anchor, who = model.recursion.update.anchor(e_BTD), model.recursion.router.enter(e_BTD, outer, cfg.n_recur)
     for depth in depths:
         wanted = round(depth * cfg.n_core) if is_plain(cfg) else depth          # blocks, or steps
         for i in range(done, wanted):
@@ -134,7 +136,7 @@ def features_at(model, ids_BT, depths):
             else:
                 h_BTD, who = model.recursion.step(h_BTD, anchor, who, i, noise, cache)
         done = wanted
-        yield model.finish(h_BTD, who, cache)
+        yield model.finish(h_BTD, outer, cache)
 
 
 def row_nats(model, x_BTD, targets_BT):

@@ -21,6 +21,7 @@ number per row ends in _B:
     B batch rows      T new tokens      S stored tokens     C chosen tokens     N flattened B x T    1 a broadcast axis
     D n_embd          H query heads     G key/value heads   K head width        F MLP width          V vocabulary
     E 2 D: state beside anchor          P places of a cache slot, over all its rows          n some of the N
+    M those of the C who continue       R steps (n_recur)
 Papers: GRT = Gated Recurrent Transformers (arXiv 2608.15062); MoR = Mixture-of-Recursions (Bae et al. 2025);
 GPT-2 = Radford et al. 2019; Llama = Touvron et al. 2023.
 """
@@ -66,8 +67,15 @@ class GPTConfig:
     n_coda: int = key(0, "blocks after the loop, each run once")
     sharing: str | None = key(None, "which core block runs when: cycle, sequence, with a prelude or coda middle_cycle, middle_sequence; None = (middle_)cycle")
     update: str = key("replace", "what a step reads and leaves: replace, inject (concat adapter), gate (GRT)")
-    router: str = key("none", "who continues to the next step: none = every token")
-    kv: str = key("own", "whose K/V a step attends to: own = made in the same step")
+    router: str = key("none", "who continues to the next step: none = every token; expert = a step chooses tokens; token = a token its depth")
+    router_kind: str = key("linear", "router's function of a token's state: linear, or mlp with one hidden layer")
+    router_width: int | None = key(None, "hidden width of an mlp router; None = 2 n_embd")
+    router_score: str | None = key(None, "score of a logit: sigmoid, tanh, none (expert); softmax, sigmoid (token); None = sigmoid, softmax")
+    router_alpha: float | None = key(None, "factor on the score; None = 0.1 for expert, 1 for token and beside a gate")
+    capacity: list[float] | None = key(None, "expert: share of all tokens that each step takes; None = (n_recur - step) / n_recur")
+    threshold: float = key(0.5, "expert, outside training: a token goes on if sigmoid(its logit) is at least this")
+    router_loss: float | None = key(None, "weight of the router's own loss beside the mean loss of language; None = 0.01 (expert), 0.1 (token)")
+    kv: str = key("own", "whose K/V a step attends to: own = made in the same step; share = made at step 0, read at every step")
     depth_sampling: str = key("fixed", "depth of a training micro-batch: fixed (n_recur) or uniform (min_depth..n_recur)")
     min_depth: int = key(1, "smallest depth that uniform sampling draws")
     loss: str = key("last", "which steps are supervised: last = one cross-entropy after the final step")
@@ -93,6 +101,9 @@ class GPTConfig:
                 raise ValueError(f"{name}=None is not a number; a model needs one")
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} is too small; it must be at least {least}")
+        for name in ("router_width", "router_alpha", "router_loss"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf and (name != "router_loss" or getattr(self, name) != 0):
+                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
         for name in ("dropout", "state_noise", "gate_noise"):
             if not 0 <= getattr(self, name) < (1 if name == "dropout" else math.inf):
                 raise ValueError(f"{name}={getattr(self, name)} is out of range; 0 turns it off")
@@ -101,6 +112,7 @@ class GPTConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
         self._check_shape()
         self._check_loop()
+        self._check_router()
 
     def _check_shape(self):
         if self.n_embd % self.n_head:
@@ -131,13 +143,33 @@ class GPTConfig:
         if self.executed_blocks() > 10_000:
             raise ValueError(f"n_recur={self.n_recur} unrolls to {self.executed_blocks()} blocks; that is surely a slip")
 
+    def _check_router(self):
+        if self.router_kind not in ("linear", "mlp"):
+            raise ValueError(f"router_kind={self.router_kind!r} is not one of linear, mlp")
+        scores = {"none": (None,), "expert": (None, "sigmoid", "tanh", "none"), "token": (None, "softmax", "sigmoid")}[self.router]
+        if self.router_score not in scores:
+            raise ValueError(f"router_score={self.router_score!r} does not go with router={self.router!r}; it is one of {', '.join(map(str, scores))}")
+        if self.router == "token" and self.update == "gate":
+            raise ValueError("router='token' does not go with update='gate', whose last step is no whole output; use router='expert'")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold={self.threshold} is outside 0..1")
+        shares = self.capacity
+        if shares is not None and (self.router != "expert" or len(shares) != self.n_recur or not all(0 < c <= 1 for c in shares)):
+            raise ValueError(f"capacity={shares} is one share of the tokens in (0, 1] for each of the n_recur={self.n_recur} steps of an "
+                             f"expert-choice model")
+        if self.kv == "share" and self.router == "expert" and self.capacities[0] < 1:
+            raise ValueError(f"kv='share' is made at step 0 by all tokens, so capacity must begin with 1, not {self.capacities[0]}")
+
     def unused(self):
         """Sentences about keys that were changed but cannot matter beside the others."""
         default = {f.name: f.default for f in fields(self)}
         rules = [(self.update != "gate", "update is not gate", ("gate_noise", "gate_bias", "gate_temperature")),
                  (self.update == "replace", "update='replace' has no adapter", ("proj_init",)),
                  (self.depth_sampling == "fixed", "depth_sampling='fixed'", ("min_depth",)),
-                 (self.block != "llama", "only llama blocks rotate", ("rope_theta",))]
+                 (self.block != "llama", "only llama blocks rotate", ("rope_theta",)),
+                 (self.router == "none", "there is no router", ("router_kind", "router_width", "router_alpha", "router_loss")),
+                 (self.router != "expert", "router is not expert", ("threshold",)),
+                 (self.router != "none" and self.router_kind == "linear", "router_kind='linear'", ("router_width",))]
         return [f"{name}={getattr(self, name)} has no effect: {why}" for holds, why, names in rules if holds
                 for name in names if getattr(self, name) != default[name]]
 
@@ -148,6 +180,8 @@ class GPTConfig:
     sharing_name = property(lambda self: self.sharing or ("middle_cycle" if self.n_prelude or self.n_coda else "cycle"))
     sharing_rule = property(lambda self: SHARINGS[self.sharing_name])
     any_depth = property(lambda self: self.sharing_rule.any_depth)
+    router_weight = property(lambda self: {"expert": 0.01, "token": 0.1}.get(self.router, 0.0) if self.router_loss is None else self.router_loss)
+    capacities = property(lambda self: self.capacity or [(self.n_recur - step) / self.n_recur for step in range(self.n_recur)])
 
     @property
     def ffn_width(self):
@@ -186,15 +220,16 @@ class GPTConfig:
     @property
     def compressible(self):
         """Whether one K and V per core block can stand for all steps: no step runs a block twice."""
-        return all(len(set(row)) == len(row) for row in block_table(self))
+        return self.router == "none" and self.kv == "own" and all(len(set(row)) == len(row) for row in block_table(self))
 
     def check_cache(self, cache):
         """Refuse a decode cache that this model cannot use."""
         if cache not in FOLDS:
             raise ValueError(f"cache={cache!r} is not one of {', '.join(FOLDS)}")
         if cache != "full" and not self.compressible:
-            raise ValueError(f"cache={cache!r} keeps one K and V per block, but sharing={self.sharing_name!r} runs a block "
-                             f"twice in one step; use cache='full'")
+            why = (f"router={self.router!r} sends tokens to different steps" if self.router != "none" else "kv='share' keeps no more already"
+                   if self.kv == "share" else f"sharing={self.sharing_name!r} runs a block twice in one step")
+            raise ValueError(f"cache={cache!r} keeps one K and V per block, but {why}; use cache='full'")
 
 
 # --------------------------------------------------------------------------------------------------------- 2 small parts
@@ -269,24 +304,53 @@ class Seat(NamedTuple):
 
     kv is the slot's store, (2, P, G, K), token-major: row b owns the P/B places from b P/B on."""
     kv: torch.Tensor
-    place_C: torch.Tensor                # place of each real new token
+    place_C: torch.Tensor | None         # place of each real new token; None: nothing is written, this step reads alone
     real_C: torch.Tensor | None          # which of the B x T new tokens those are; None: all of them
     mask_B1TS: torch.Tensor | None       # what a query sees of its row's first S places; None: all of them
     n_seen: int                          # S
 
-    def exchange(self, k_BTGK, v_BTGK):
-        """Write the new entries, give back each row's window of stored ones: k and v, (B, S, G, K)."""
-        new = torch.stack((k_BTGK, v_BTGK)).flatten(1, 2)
-        self.kv.index_copy_(1, self.place_C, new if self.real_C is None else new[:, self.real_C])
-        return self.kv.view(2, k_BTGK.size(0), -1, *k_BTGK.shape[2:])[:, :, : self.n_seen].unbind()
+    causal = False
+
+    def exchange(self, B, make):
+        """Write the new entries that make() gives, give back each row's window of stored ones: k and v, (B, S, G, K)."""
+        if self.place_C is not None:
+            new = torch.stack(make()).flatten(1, 2)
+            self.kv.index_copy_(1, self.place_C, new if self.real_C is None else new[:, self.real_C])
+        return self.kv.view(2, B, -1, *self.kv.shape[2:])[:, :, : self.n_seen].unbind()
+
+
+class Kept(NamedTuple):
+    """A seat without a cache, for kv=share: K and V of step 0 stay, with their gradient, and later steps read them."""
+    store: dict
+    j: int
+    mask_B1TS: torch.Tensor | None
+    causal: bool                         # step 0: everyone is there, in order
+
+    def exchange(self, B, make):
+        if self.causal:
+            self.store[self.j] = make()
+        return self.store[self.j]
+
+
+class Window(NamedTuple):
+    """The places that a call's (or a step's) new tokens take. The first four as in Seat."""
+    place_C: torch.Tensor
+    real_C: torch.Tensor | None
+    mask_B1TS: torch.Tensor | None
+    n_seen: int
+    position_BT: torch.Tensor
+    real_BT: torch.Tensor | None         # None: all of them
 
 
 class NoCache:
     """Training and full forwards: nothing is stored, a block's attention is causal over what is here."""
-    depth = None
+    depth, outer_window = None, Window(None, None, None, 0, None, None)
 
     def open(self, B, T, n_new_B, device):
         return torch.arange(T, device=device)[None]
+
+    def arrive(self, step, who):
+        pass
 
     def seat(self, i):
         return None
@@ -296,6 +360,22 @@ class NoCache:
 
     def settle(self, step):
         pass
+
+
+class KeptNoCache(NoCache):
+    """NoCache for kv=share."""
+
+    def __init__(self):
+        self.store, self.mask_B1TS, self.causal = {}, None, True
+
+    def arrive(self, step, who):
+        self.causal = step == 0
+        if step:
+            T = self.store[0][0].size(1)
+            self.mask_B1TS = (torch.arange(T, device=who.position_BC.device) <= who.position_BC[..., None])[:, None]
+
+    def core_seat(self, step, j):
+        return Kept(self.store, j, None if self.causal else self.mask_B1TS, self.causal)
 
 
 class KVCache:
@@ -311,7 +391,7 @@ class KVCache:
         self.length_B = [0] * n_rows
         self.shape, self.dtype, self.device = (2, n_rows * n_places, cfg.kv_heads, cfg.head_width), dtype, device    # 2 P G K
         self.outer = self.new_slots(cfg.n_prelude + cfg.n_coda)
-        self.core = self.new_slots(SLOTS[cfg.kv](cfg, depth, 0))
+        self.core = self.new_slots(n_slots(cfg, depth))
 
     def new_slots(self, n):
         # zeros, not empty: a masked NaN would still poison the weighted sum of values
@@ -332,28 +412,34 @@ class KVCache:
         if B != self.n_rows or max(stop_B) > self.n_places:
             raise ValueError(f"the cache holds {self.n_rows} rows of {self.n_places} tokens, {max(start_B)} taken; "
                              f"{B} rows of {T} more do not fit; make a larger one")
-        self.length_B, self.n_seen = stop_B, max(stop_B)
-        level = len(set(start_B)) == 1
+        self.length_B, self.outer_window = stop_B, self.window(start_B, n_new_B, T, device)
+        self.core_window = self.outer_window
+        return self.outer_window.position_BT
+
+    def window(self, start_B, n_new_B, T, device):
+        """The places of T more tokens in rows that hold start_B, of which the first n_new_B are real, and what each sees."""
+        n_seen, level = max(n + new for n, new in zip(start_B, n_new_B)), len(set(start_B)) == 1
         position_BT = torch.tensor(start_B[:1] if level else start_B, device=device)[:, None] + torch.arange(T, device=device)
-        place_BT = position_BT + self.n_places * torch.arange(B, device=device)[:, None]
-        self.real_C = None
+        place_BT = position_BT + self.n_places * torch.arange(len(start_B), device=device)[:, None]
+        real_BT = real_C = mask_B1TS = None
         if min(n_new_B) < T:
             real_BT = torch.arange(T, device=device) < torch.tensor(n_new_B, device=device)[:, None]
-            self.real_C = real_BT.flatten().nonzero().squeeze(1)
-        self.place_C = place_BT.flatten() if self.real_C is None else place_BT.flatten()[self.real_C]
-        self.mask_B1TS = None
+            real_C = real_BT.flatten().nonzero().squeeze(1)
+        place_C = place_BT.flatten() if real_C is None else place_BT.flatten()[real_C]
         if T > 1 or not level:
-            self.mask_B1TS = (torch.arange(self.n_seen, device=device) <= position_BT[..., None])[:, None]
-        return position_BT if self.real_C is None else position_BT.clamp(max=self.n_places - 1)      # padding may stand beyond
+            mask_B1TS = (torch.arange(n_seen, device=device) <= position_BT[..., None])[:, None]
+        if real_C is not None:
+            position_BT = position_BT.clamp(max=self.n_places - 1)               # padding may stand beyond
+        return Window(place_C, real_C, mask_B1TS, n_seen, position_BT, real_BT)
+
+    def arrive(self, step, who):
+        """The tokens of `who` go through a step: where every token does, their places are their positions."""
 
     def seat(self, i):
-        return self.seat_at(self.outer[i])
+        return Seat(self.outer[i], *self.outer_window[:4])
 
     def core_seat(self, step, j):
-        return self.seat_at(self.core[self.core_slot(step, j)])
-
-    def seat_at(self, slot):
-        return Seat(slot, self.place_C, self.real_C, self.mask_B1TS, self.n_seen)
+        return Seat(self.core[self.core_slot(step, j)], *self.core_window[:4])
 
     def settle(self, step):
         """A step is over. Exact slots stay as they are."""
@@ -361,6 +447,30 @@ class KVCache:
     def compress(self, how):
         """A cache with one slot per core block, as `how` says, in place of this one, whose outer slots it takes over."""
         return self if how == "full" else CompressedCache(self, how)
+
+
+class ArrivalCache(KVCache):
+    """`full` for routed models with kv=own: at step r a token takes the next free place of that step in its row, so a
+    row's slots hold what reached each step and no more."""
+
+    def __init__(self, cfg, n_rows, n_places, depth, dtype=torch.float32, device="cpu"):
+        super().__init__(cfg, n_rows, n_places, depth, dtype, device)
+        self.arrived = [[0] * n_rows for _ in range(depth)]                      # per step and row
+
+    def arrive(self, step, who):
+        n_new_B = [who.position_BC.size(1)] * self.n_rows if who.real_BC is None else who.real_BC.sum(1).tolist()
+        self.core_window = self.window(self.arrived[step], n_new_B, who.position_BC.size(1), who.position_BC.device)
+        self.arrived[step] = [n + new for n, new in zip(self.arrived[step], n_new_B)]
+
+
+class SharedCache(KVCache):
+    """`full` for kv=share: one slot per core block, written at step 0 by every token at its position, read at every step."""
+
+    def arrive(self, step, who):
+        if step:
+            n_seen = self.outer_window.n_seen
+            mask_B1TS = (torch.arange(n_seen, device=who.position_BC.device) <= who.position_BC[..., None])[:, None]
+            self.core_window = Window(None, None, mask_B1TS, n_seen, who.position_BC, None)
 
 
 class CompressedCache(KVCache):
@@ -391,9 +501,13 @@ class CompressedCache(KVCache):
 
     def settle(self, step):
         for slot, kept in zip(self.core, self.scratch):
-            kept.copy_(self.fold(kept, slot[:, self.place_C], step))
-            slot[:, self.place_C] = kept
+            kept.copy_(self.fold(kept, slot[:, self.core_window.place_C], step))
+            slot[:, self.core_window.place_C] = kept
 
+
+# Which cache: by whose K/V a step attends to, and whether tokens are routed.
+NO_CACHES = {"own": NoCache, "share": KeptNoCache}
+CACHES = {("own", False): KVCache, ("own", True): ArrivalCache, ("share", False): SharedCache, ("share", True): SharedCache}
 
 # How a compressed slot takes up step r (from 0): what was kept, the new entry -> what is kept.
 FOLDS = {
@@ -406,15 +520,15 @@ FOLDS = {
 # --------------------------------------------------------------------------------------------- 4 attention, MLP, block
 
 
-def attend(q_BTHK, k_BTGK, v_BTGK, seat, dropout):
+def attend(q_BTHK, make, seat, dropout):
     """Attention of T queries: causal over what is here without a seat, else over what the seat lets them see."""
     if seat is None and flash_attn_func and q_BTHK.is_cuda and q_BTHK.dtype.itemsize == 2:
-        return flash_attn_func(q_BTHK, k_BTGK, v_BTGK, dropout_p=dropout, causal=True)
-    k_BSGK, v_BSGK = (k_BTGK, v_BTGK) if seat is None else seat.exchange(k_BTGK, v_BTGK)
+        return flash_attn_func(q_BTHK, *make(), dropout_p=dropout, causal=True)
+    k_BSGK, v_BSGK = make() if seat is None else seat.exchange(q_BTHK.size(0), make)
     mask_B1TS = None if seat is None else seat.mask_B1TS
     q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
     y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, dropout_p=dropout,
-                                            is_causal=seat is None, enable_gqa=q_BHTK.size(1) != k_BGSK.size(1))
+                                            is_causal=seat is None or seat.causal, enable_gqa=q_BHTK.size(1) != k_BGSK.size(1))
     return y_BHTK.transpose(1, 2)
 
 
@@ -433,9 +547,8 @@ class Attention(nn.Module):
     def forward(self, x_BTD, cos, sin, seat):
         B, T, D = x_BTD.shape
         q_BTHK = rotate(self.query(x_BTD).view(B, T, -1, self.head_width), cos, sin)
-        k_BTGK = rotate(self.key(x_BTD).view(B, T, -1, self.head_width), cos, sin)
-        v_BTGK = self.value(x_BTD).view(B, T, -1, self.head_width)
-        y_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, seat, self.dropout if self.training else 0.0)
+        make = lambda: (rotate(self.key(x_BTD).view(B, T, -1, self.head_width), cos, sin), self.value(x_BTD).view(B, T, -1, self.head_width))
+        y_BTHK = attend(q_BTHK, make, seat, self.dropout if self.training else 0.0)
         return self.output(y_BTHK.reshape(B, T, D))
 
 
@@ -521,10 +634,14 @@ SHARINGS = {
     "middle_sequence": Sharing(in_sequence, any_depth=False, middle=True),
 }
 
-# Slot of the core's K and V at (step, j); asked for (depth, 0) it is the number of slots.
-SLOTS = {"own": lambda cfg, step, j: step * cfg.n_core + j}
+# Slot of the core's K and V at (step, j).
+SLOTS = {"own": lambda cfg, step, j: step * cfg.n_core + j,
+         "share": lambda cfg, step, j: j}
 
-ROUTERS = ("none",)
+
+def n_slots(cfg, depth):
+    return len({SLOTS[cfg.kv](cfg, step, j) for step in range(depth) for j in range(cfg.n_core)})
+
 
 
 def block_table(cfg, depth=None):
@@ -532,6 +649,193 @@ def block_table(cfg, depth=None):
     rule = cfg.sharing_rule.block
     return [[rule(step, j, cfg) for j in range(cfg.n_core)] for step in range(cfg.n_recur if depth is None else depth)]
 
+
+# ------------------------------------------------------------------------------------------------------------- 6 routers
+# A router says who continues to the next step, and how a chosen token takes up what the core made of it.
+
+
+class Who(NamedTuple):
+    """The tokens that go through the next step: where they stand, and what attention and the merge need of them."""
+    position_BC: torch.Tensor                  # original positions of the chosen, in order
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    index_BC: torch.Tensor | None = None       # which of the B x T tokens, counted through; None: all of them
+    real_BC: torch.Tensor | None = None        # False: padding behind a row's last chosen token; None: all real
+    choose: Callable | None = None             # expert-choice: topk or causal
+    threshold: float = 0.5
+    depth: int | torch.Tensor = 0              # steps taken: a number for all, or (B, T, 1)
+    score_BC1: torch.Tensor | None = None      # the router's score of those who are in it
+    wanted_BT1: torch.Tensor | None = None     # token-choice: the depth of every token, its score, and the state before step 0
+    score_BT1: torch.Tensor | None = None
+    e_BTD: torch.Tensor | None = None
+    losses: tuple = ()                         # the router's own terms
+
+    def take(self, x):
+        """Of x (B, T, any width) what belongs to the chosen, (B, C, width)."""
+        return x if self.index_BC is None else x.flatten(0, 1)[self.index_BC]
+
+    def put(self, x, y):
+        """x (B, T, width) with y (B, C, width) in the places of the chosen; the others keep theirs, padding is dropped."""
+        if self.index_BC is None:
+            return y
+        index, new = (self.index_BC, y) if self.real_BC is None else (self.index_BC[self.real_BC], y[self.real_BC])
+        return x.flatten(0, 1).index_copy(0, index.flatten(), new.reshape(-1, *x.shape[2:]).to(x.dtype)).view(x.shape)
+
+    def taken(self, B, T, step):
+        """Steps taken by each token once these went through `step` of them."""
+        if self.index_BC is None:
+            return step
+        before = self.depth if torch.is_tensor(self.depth) else torch.full((B, T, 1), self.depth, device=self.index_BC.device)
+        return self.put(before, torch.full((*self.index_BC.shape, 1), step, device=self.index_BC.device))
+
+    def pick(self, column_BM, real_BM, B, T):
+        """Only these columns of the chosen."""
+        device = column_BM.device
+        row_B1 = torch.arange(B, device=device)[:, None]
+        index_BC = torch.arange(B * T, device=device).view(B, T) if self.index_BC is None else self.index_BC
+        of = lambda x: None if x is None else x.expand(B, *x.shape[1:])[row_B1, column_BM]
+        return self._replace(position_BC=of(self.position_BC), cos=of(self.cos), sin=of(self.sin), index_BC=of(index_BC), real_BC=real_BM,
+                             score_BC1=of(self.score_BC1))
+
+
+def topk(logit_BC, k, threshold, real_BC):
+    """Columns of the k largest logits of each row, in order; ties go to the earlier token. Sees the whole row: not causal."""
+    return logit_BC.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(1).values, None
+
+
+def causal(logit_BC, k, threshold, real_BC):
+    """Columns of the tokens whose sigmoid(logit) reaches the threshold: each decides for itself."""
+    keep_BC = logit_BC.sigmoid() >= threshold
+    return compact(keep_BC if real_BC is None else keep_BC & real_BC)
+
+
+FORMS = {"topk": topk, "causal": causal}
+
+
+def compact(keep_BC):
+    """(columns of what is kept, in order and padded to the longest row; which of them are real, None: all)."""
+    n_B = keep_BC.sum(1)
+    column_BM = (~keep_BC).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(n_B.max())]
+    real_BM = torch.arange(column_BM.size(1), device=n_B.device) < n_B[:, None]
+    return column_BM, None if bool(real_BM.all()) else real_BM
+
+
+SCORES = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda x: x, "softmax": lambda x: x.softmax(-1)}
+
+
+class RouterUnit(nn.Module):
+    """Logits of a token's raw state, float32 whatever the autocast."""
+
+    def __init__(self, cfg, n_out):
+        super().__init__()
+        width = cfg.router_width or 2 * cfg.n_embd
+        self.layers = nn.ModuleList([nn.Linear(cfg.n_embd, n_out, bias=False)] if cfg.router_kind == "linear" else
+                                    [nn.Linear(cfg.n_embd, width, bias=False), nn.Linear(width, n_out, bias=False)])
+
+    @staticmethod
+    def flops(cfg, n_out):
+        width = cfg.router_width or 2 * cfg.n_embd
+        return 2 * cfg.n_embd * n_out if cfg.router_kind == "linear" else 2 * width * (cfg.n_embd + n_out)
+
+    def forward(self, h_BCD):
+        with torch.autocast(h_BCD.device.type, enabled=False):
+            x = at_least_fp32(h_BCD)
+            for i, layer in enumerate(self.layers):
+                x = F.linear(F.gelu(x) if i else x, at_least_fp32(layer.weight))
+            return x
+
+
+class NoRouter(nn.Module):
+    """Every token takes every step."""
+
+    def __init__(self, cfg):
+        super().__init__()
+
+    @staticmethod
+    def flops(cfg):
+        """FLOPs per token of the router: (once per forward, at every step for each token that is scored)."""
+        return 0, 0
+
+    def enter(self, e_BTD, who, depth):
+        return who
+
+    def narrow(self, h_BTD, who, step):
+        return who._replace(depth=step)
+
+    def merge(self, h_BCD, y_BCD, write, who, step):
+        return write(h_BCD, y_BCD)
+
+
+class Expert(NoRouter):
+    """Expert-choice: every step has a router of its own that chooses among those who took the last one  [MoR, 2.2.1].
+    H_S += g Core(H_S): the whole output, residual included [MoR eq. 2.1]. Beside a gate: h + s (1 - g) (o - h)."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.cfg, self.score = cfg, SCORES[cfg.router_score or "sigmoid"]
+        self.alpha = (1.0 if cfg.update == "gate" else 0.1) if cfg.router_alpha is None else cfg.router_alpha
+        self.blend = {"gate": lambda h, y, s, write: h + s * (write(h, y) - h)}.get(cfg.update, lambda h, y, s, write: h + s * y)
+        self.units = nn.ModuleList(RouterUnit(cfg, 1) for _ in range(cfg.n_recur))
+
+    @staticmethod
+    def flops(cfg):
+        return 0, RouterUnit.flops(cfg, 1)
+
+    def enter(self, e_BTD, who, depth):
+        return self.narrow(e_BTD, who, 0)
+
+    def narrow(self, h_BTD, who, step):
+        B, T, _ = h_BTD.shape
+        who = who._replace(depth=who.taken(B, T, step))
+        if step == self.cfg.n_recur:
+            return who
+        logit_BC1, share = self.units[step](who.take(h_BTD)), self.cfg.capacities[step]
+        score_BC1 = self.alpha * self.score(logit_BC1)
+        if share >= 1:
+            return who._replace(score_BC1=score_BC1)
+        logit_BC = logit_BC1[..., 0]
+        column_BM, real_BM = who.choose(logit_BC, min(logit_BC.size(1), max(1, int(share * T))), who.threshold, who.real_BC)
+        chosen_BC = torch.zeros_like(logit_BC).scatter(1, column_BM, 1.0)
+        losses = (*who.losses, F.binary_cross_entropy_with_logits(logit_BC, chosen_BC))       # [MoR, aux loss]
+        return who._replace(score_BC1=score_BC1, losses=losses).pick(column_BM, real_BM, B, T)
+
+    def merge(self, h_BCD, y_BCD, write, who, step):
+        return self.blend(h_BCD, y_BCD, who.score_BC1.to(h_BCD.dtype), write)
+
+
+class Token(NoRouter):
+    """Token-choice: after the prelude every token is given its depth  [MoR, 2.2.1; its code where it differs from eq. 2.2].
+    Before a token's last step h <- y; at its last e + p y, p the probability of the depth that it chose."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.cfg, self.score = cfg, SCORES[cfg.router_score or "softmax"]
+        self.alpha, self.unit = 1.0 if cfg.router_alpha is None else cfg.router_alpha, RouterUnit(cfg, cfg.n_recur)
+
+    @staticmethod
+    def flops(cfg):
+        return RouterUnit.flops(cfg, cfg.n_recur), 0
+
+    def enter(self, e_BTD, who, depth):
+        p_BTR = self.score(self.unit(e_BTD))
+        best_BT1 = p_BTR.argmax(-1, keepdim=True)
+        share_BR = F.one_hot(best_BT1[..., 0], self.cfg.n_recur).to(p_BTR.dtype).mean(1)
+        balance = self.cfg.n_recur * (share_BR * p_BTR.mean(1)).sum(-1).mean()   # N sum_i f_i P_i, per sequence  [MoR, balancing loss]
+        return who._replace(wanted_BT1=(best_BT1 + 1).clamp(max=depth), score_BT1=self.alpha * p_BTR.gather(-1, best_BT1), e_BTD=e_BTD,
+                            losses=(balance,))
+
+    def narrow(self, h_BTD, who, step):
+        B, T, _ = h_BTD.shape
+        who = who._replace(depth=who.taken(B, T, step))
+        keep_BC = who.take(who.wanted_BT1)[..., 0] > step
+        return who.pick(*compact(keep_BC if who.real_BC is None else keep_BC & who.real_BC), B, T)
+
+    def merge(self, h_BCD, y_BCD, write, who, step):
+        last_BC1 = who.take(who.wanted_BT1) == step + 1
+        return torch.where(last_BC1, who.take(who.e_BTD) + who.take(who.score_BT1).to(h_BCD.dtype) * y_BCD, y_BCD)
+
+
+ROUTERS = {"none": NoRouter, "expert": Expert, "token": Token}
 
 # ------------------------------------------------------------------------------------------------------- 7 state updates
 # An update says what a step reads and what it leaves. `anchor` makes, once per forward, what does not change over steps.
@@ -666,13 +970,6 @@ class Noise:
 # --------------------------------------------------------------------------------------------------- 9 Recursion and GPT
 
 
-class Who(NamedTuple):
-    """The tokens that go through the next step: their original positions and what attention needs of them."""
-    position_BT: torch.Tensor
-    cos: torch.Tensor | None
-    sin: torch.Tensor | None
-
-
 class Recursion(nn.Module):
     """The loop. A module of its own, so that whoever shards weights can gather the core once for all steps."""
 
@@ -680,21 +977,27 @@ class Recursion(nn.Module):
         super().__init__()
         self.cfg, self.block_at = cfg, cfg.sharing_rule.block
         self.core = nn.ModuleList(Block(cfg) for _ in range(cfg.n_core))
-        self.update = UPDATES[cfg.update](cfg)
+        self.update, self.router = UPDATES[cfg.update](cfg), ROUTERS[cfg.router](cfg)
 
     def forward(self, h_BTD, e_BTD, who, depth, noise, cache):
-        anchor = self.update.anchor(e_BTD)
+        anchor, who = self.update.anchor(e_BTD), self.router.enter(e_BTD, who, depth)
         for step in range(depth):
             h_BTD, who = self.step(h_BTD, anchor, who, step, noise, cache)
         return h_BTD, who
 
     def step(self, h_BTD, anchor, who, step, noise, cache):
-        """One pass of the core: read -> core -> write."""
-        x_BTD = self.update.read(noise.on_state(h_BTD, step), anchor)
+        """One pass of the core for those who are in it: read -> core -> write -> who continues?"""
+        if not who.position_BC.size(1):                       # nobody is
+            return h_BTD, who
+        h_BCD, chosen_anchor = who.take(h_BTD), anchor if who.index_BC is None else [who.take(x_BTD) for x_BTD in anchor]
+        x_BCD = self.update.read(noise.on_state(h_BCD, step), chosen_anchor)
+        cache.arrive(step, who)
         for j in range(len(self.core)):
-            x_BTD = self.core[self.block_at(step, j, self.cfg)](x_BTD, who.cos, who.sin, cache.core_seat(step, j))
+            x_BCD = self.core[self.block_at(step, j, self.cfg)](x_BCD, who.cos, who.sin, cache.core_seat(step, j))
         cache.settle(step)
-        return self.update.write(h_BTD, x_BTD, anchor, noise.on_gate(h_BTD, step)), who
+        write = lambda h_BCD, y_BCD: self.update.write(h_BCD, y_BCD, chosen_anchor, noise.on_gate(h_BCD, step))
+        h_BTD = who.put(h_BTD, self.router.merge(h_BCD, x_BCD, write, who, step))
+        return h_BTD, self.router.narrow(h_BTD, who, step + 1)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -771,10 +1074,11 @@ class GPT(nn.Module):
 
     # ---- the three verbs (step is Recursion's)
 
-    def start(self, ids_BT, cache, n_new_B=None):
+    def start(self, ids_BT, cache, n_new_B=None, routing="causal", threshold=None):
         """Embed and run the prelude. Returns the state h, the anchor e (equal at first) and who goes on."""
         position_BT = cache.open(*ids_BT.shape, n_new_B, ids_BT.device)
-        who = Who(position_BT, *self.positions.tables(position_BT))
+        who = Who(position_BT, *self.positions.tables(position_BT), real_BC=cache.outer_window.real_BT, choose=FORMS[routing],
+                  threshold=self.cfg.threshold if threshold is None else threshold)
         h_BTD = self.dropout(self.positions.add(self.embed(ids_BT), position_BT))
         for i, block in enumerate(self.prelude):
             h_BTD = block(h_BTD, who.cos, who.sin, cache.seat(i))
@@ -796,31 +1100,35 @@ class GPT(nn.Module):
         """ids (B, T) integers -> Output. targets: the token after each position, -100 where it does not count.
 
         depth: steps to run, 0 = coda on the prelude's output; None = sampled in training, n_recur in evaluation.
-        routing: None, "topk" or "causal"; matters only to expert-choice routers. seed: training only, a pair of ints
+        routing: expert-choice routers: "topk", which sees the whole row and is not causal, or "causal", each token by the
+        threshold; None = topk in training, causal in evaluation. seed: training only, a pair of ints
         (shared, own): depth comes from shared, noise from own; None = both from torch's global generator, as dropout.
         Raises ValueError on more than block_size tokens, none at all, or a depth that this model cannot run."""
         if not 0 < ids_BT.size(1) <= self.cfg.block_size:
             raise ValueError(f"{ids_BT.size(1)} tokens given; this model takes 1 to block_size={self.cfg.block_size}")
         if routing not in (None, "topk", "causal"):
             raise ValueError(f"routing={routing!r} is not one of None, 'topk', 'causal'")
-        cache, noise = NoCache(), Silence()
+        cache, noise = NO_CACHES[self.cfg.kv](), Silence()
         if self.training:
             shared, own = torch.randint(2**62, (2,)).tolist() if seed is None else seed
             depth = DEPTHS[self.cfg.depth_sampling](self.cfg, generator(shared)) if depth is None else depth
             noise = Noise(self.cfg, own) if self.cfg.state_noise or self.cfg.gate_noise else Silence()
         depth = self.check_depth(depth)
-        h_BTD, e_BTD, who = self.start(ids_BT, cache)
-        h_BTD, who = self.recursion(h_BTD, e_BTD, who, depth, noise, cache)
-        x_BTD = self.finish(h_BTD, who, cache)
+        h_BTD, e_BTD, outer = self.start(ids_BT, cache, routing=routing or ("topk" if self.training else "causal"))
+        h_BTD, who = self.recursion(h_BTD, e_BTD, outer, depth, noise, cache)
+        x_BTD = self.finish(h_BTD, outer, cache)
         logits_BTV = None if self.cfg.fused_loss and targets_BT is not None else self.head(x_BTD)
         loss, losses = None, {}
         if targets_BT is not None:
             losses = LOSSES[self.cfg.loss](x_BTD, self.embed.weight, logits_BTV, targets_BT)
+            if who.losses:
+                losses["router"] = self.cfg.router_weight * sum(who.losses)
             loss = sum(losses.values()) if self.training else losses["ce"]
-        return Output(logits_BTV, loss, losses, torch.full_like(ids_BT, depth))
+        depth_BT = who.depth[..., 0] if torch.is_tensor(who.depth) else torch.full_like(ids_BT, who.depth)
+        return Output(logits_BTV, loss, losses, depth_BT)
 
     @torch.inference_mode()
-    def feed(self, ids_BT, cache, depth=None, n_new_B=None, every=False):
+    def feed(self, ids_BT, cache, depth=None, n_new_B=None, every=False, threshold=None):
         """Decode: take up the next tokens of each row with a cache (room 3), which remembers them.
 
         ids (B, T), the first n_new_B[b] of row b real and the rest padding (None: all real). depth: None = the cache's.
@@ -832,9 +1140,9 @@ class GPT(nn.Module):
         if not every and ids_BT.size(1) > 1:
             last_B = [n - 1 for n in n_new_B or [ids_BT.size(1)] * ids_BT.size(0)]
             pick = (torch.arange(len(last_B), device=ids_BT.device)[:, None], torch.tensor(last_B, device=ids_BT.device)[:, None])
-        h_BTD, e_BTD, who = self.start(ids_BT, cache, n_new_B)
-        h_BTD, who = self.recursion(h_BTD, e_BTD, who, depth, Silence(), cache)
-        return self.head(self.finish(h_BTD, who, cache, pick))
+        h_BTD, e_BTD, outer = self.start(ids_BT, cache, n_new_B, threshold=threshold)
+        h_BTD, _ = self.recursion(h_BTD, e_BTD, outer, depth, Silence(), cache)
+        return self.head(self.finish(h_BTD, outer, cache, pick))
 
     def check_depth(self, depth):
         """`depth` as an int this model can run (None: n_recur), or ValueError."""
@@ -842,6 +1150,8 @@ class GPT(nn.Module):
             return self.cfg.n_recur
         if not isinstance(depth, int) or depth < 0:
             raise ValueError(f"depth={depth!r} is not a number of steps; give an integer from 0 up")
+        if depth > self.cfg.n_recur and self.cfg.router != "none":
+            raise ValueError(f"depth={depth} is more than n_recur={self.cfg.n_recur}, and every step of a routed model has a router of its own")
         if depth != self.cfg.n_recur and not self.cfg.any_depth:
             raise ValueError(f"depth={depth} cannot be run: with sharing={self.cfg.sharing!r} the depth is always "
                              f"n_recur={self.cfg.n_recur}")
@@ -886,15 +1196,15 @@ class GPT(nn.Module):
         temperature 0 = greedy; top_k None or 0 = off; top_p in (0, 1]; cache: full (exact), first, last, mean.
         A row that holds more than block_size tokens drops all but its newest block_size // 2, and the batch is read again
         from what each row still holds (so with a compressed cache the others' K/V are made anew). Raises ValueError."""
-        for name, value in (("threshold", threshold), ("exit", exit), ("exit_threshold", exit_threshold)):
-            if value is not None:
-                raise ValueError(f"{name}={value} given, but this model has no {'router' if name == 'threshold' else 'exit rule'}")
+        for name, value, needs in (("threshold", threshold, "expert-choice router"), ("exit", exit, "exit rule"), ("exit_threshold", exit_threshold, "exit rule")):
+            if value is not None and not (name == "threshold" and self.cfg.router == "expert"):
+                raise ValueError(f"{name}={value} given, but this model has no {needs}")
         if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() != 2:
             raise ValueError(f"ids of shape {tuple(ids_BT.shape)} given; generate takes (B, T) or a list of 1-D tensors")
         prompts = list(ids_BT)
         device = prompts[0].device if prompts else self.embed.weight.device
         rows, done = [p.tolist() for p in prompts], [False] * len(prompts)
-        for next_B in stream(self, rows, max_new_tokens, temperature, top_k, top_p, depth, cache, use_cache, generator):
+        for next_B in stream(self, rows, max_new_tokens, temperature, top_k, top_p, depth, cache, use_cache, generator, threshold):
             rows = [row if over else row + [new] for row, new, over in zip(rows, next_B, done)]
             done = [over or new == stop for over, new in zip(done, next_B)]
             if all(done):
@@ -936,7 +1246,7 @@ def sample(logits_BV, temperature=1.0, top_k=None, top_p=None, generator=None):
 
 @torch.inference_mode()
 def stream(model, rows, max_new_tokens, temperature=1.0, top_k=None, top_p=None, depth=None, cache="full", use_cache=True,
-           generator=None):
+           generator=None, threshold=None):
     """Yield the next token of every row (a list of ints), max_new_tokens times. rows: lists of token ids, any lengths.
 
     In evaluation mode while it runs. With use_cache=False every token reads its whole context again."""
@@ -957,9 +1267,9 @@ def stream(model, rows, max_new_tokens, temperature=1.0, top_k=None, top_p=None,
             fed = context if fresh else [row[-1:] for row in context]
             if fresh:
                 n_places = min(model.cfg.block_size, max(map(len, context)) + max_new_tokens - i - 1)
-                store = make_cache(model, len(rows), n_places, depth) if use_cache else NoCache()
+                store = make_cache(model, len(rows), n_places, depth) if use_cache else NO_CACHES[model.cfg.kv]()
             ids_BT = torch.tensor([row + [0] * (max(map(len, fed)) - len(row)) for row in fed], device=device)
-            logits_BV = model.feed(ids_BT, store, depth, [len(row) for row in fed])[:, 0]
+            logits_BV = model.feed(ids_BT, store, depth, [len(row) for row in fed], False, threshold)[:, 0]
             if fresh:
                 store = store.compress(cache) if use_cache else None
             next_B = sample(logits_BV, temperature, top_k, top_p, generator)
@@ -981,7 +1291,7 @@ def cache_dtype(model):
 
 def make_cache(model, n_rows, n_places, depth=None):
     """An empty exact cache for `n_rows` rows of `n_places` tokens, on the weights' device and of the keys' dtype."""
-    return KVCache(model.cfg, n_rows, n_places, model.check_depth(depth), cache_dtype(model), model.embed.weight.device)
+    return CACHES[model.cfg.kv, model.cfg.router != "none"](model.cfg, n_rows, n_places, model.check_depth(depth), cache_dtype(model), model.embed.weight.device)
 
 
 def count_params(cfg, embeddings=True):
@@ -992,16 +1302,38 @@ def count_params(cfg, embeddings=True):
     return sum(p.numel() for p in model.parameters()) - left_out
 
 
-def block_flops(cfg, keys):
+def block_flops(cfg, keys, makes_kv=True):
     """FLOPs per token of one block whose queries see `keys` keys: 2 per weight, 4 D per key (scores and sum)."""
-    D, kv = cfg.n_embd, cfg.kv_heads * cfg.head_width
+    D, kv = cfg.n_embd, cfg.kv_heads * cfg.head_width * makes_kv
     return 2 * (2 * D * D + 2 * D * kv + KINDS[cfg.block].matrices * D * cfg.ffn_width) + 4 * D * keys
+
+
+def step_shares(cfg, seq_len, whole):
+    """Share of all tokens that takes each step: what the capacities choose (token-choice: as if balanced)."""
+    if cfg.router == "none":
+        return lambda step: 1.0
+    return lambda step: 1.0 if cfg.capacities[step] >= 1 else max(1, whole(cfg.capacities[step] * seq_len)) / seq_len
+
+
+def over_steps(depth, of):
+    """Sum of of(step) over a number of steps that may be fractional."""
+    return sum(of(step) * min(1, depth - step) for step in range(math.ceil(depth)))
+
+
+def core_flops(cfg, seq_len, depth, whole):
+    """The loop's blocks: a step's queries see half of those who take it, with kv=share half of all."""
+    share = step_shares(cfg, seq_len, whole)
+    keys = lambda step: seq_len / 2 if cfg.kv == "share" else share(step) * seq_len / 2
+    return over_steps(depth, lambda step: share(step) * cfg.n_core * block_flops(cfg, keys(step), cfg.kv == "own" or step == 0))
 
 
 def exact_flops(cfg, seq_len, depth):
     once, per_step = UPDATES[cfg.update].flops(cfg)
-    head = 2 * cfg.vocab_size * cfg.n_embd
-    return cfg.executed_blocks(depth) * block_flops(cfg, seq_len / 2) + once + depth * per_step + head
+    share, outer = step_shares(cfg, seq_len, int), (cfg.n_prelude + cfg.n_coda) * block_flops(cfg, seq_len / 2)
+    router_once, router_step = ROUTERS[cfg.router].flops(cfg)
+    scored = over_steps(depth, lambda step: share(max(0, step - 1)) * router_step)          # by those who took the step before
+    core = core_flops(cfg, seq_len, depth, int) + over_steps(depth, lambda step: share(step) * per_step)
+    return outer + core + once + router_once + scored + 2 * cfg.vocab_size * cfg.n_embd
 
 
 def grt_flops(cfg, seq_len, depth):
@@ -1011,7 +1343,8 @@ def grt_flops(cfg, seq_len, depth):
 
 def paper_flops(cfg, seq_len, depth):
     # F = 2 k (2 d^2 + 2 d d_kv + 3 d ffn) + 2 k m d per layer, d_kv = d, k = m = S here                          [MoR, FLOPs]
-    return cfg.executed_blocks(depth) * block_flops(replace(cfg, n_kv_head=None), seq_len / 2)
+    wide = replace(cfg, n_kv_head=None)
+    return (cfg.n_prelude + cfg.n_coda) * block_flops(wide, seq_len / 2) + core_flops(wide, seq_len, depth, round)
 
 
 FLOPS = {"exact": exact_flops, "paper": paper_flops, "grt": grt_flops}
@@ -1020,7 +1353,7 @@ FLOPS = {"exact": exact_flops, "paper": paper_flops, "grt": grt_flops}
 def count_kv_bytes(cfg, seq_len, batch_size, dtype, cache="full", depth=None):
     cfg.check_cache(cache)
     depth = cfg.n_recur if depth is None else depth
-    core = SLOTS[cfg.kv](cfg, depth, 0) if cache == "full" else cfg.n_core
+    core = n_slots(cfg, depth) if cache == "full" else cfg.n_core
     scratch = cfg.n_core if cache in ("first", "mean") else 0
     entries = (cfg.n_prelude + cfg.n_coda + core) * seq_len + scratch
     return 2 * batch_size * entries * cfg.kv_heads * cfg.head_width * dtype.itemsize

@@ -37,11 +37,15 @@ class Sequence:
             h = self.block(f"prelude.{i}", ("prelude", i), h, position)
         e = h                                                                    # the anchor
         entries = {}                                                             # this token's (k, v) by step and block
+        self.taken = 0                                                           # steps that this token has taken
         for step in range(self.depth):
+            if not self.goes_on(step, h, e):
+                break
             x = self.read(h + self.state_noise(step, position), e)
             for j in range(cfg.n_core):
                 x = self.core_block(step, j, x, position, entries)
-            h = self.write(h, x, e, self.gate_noise(step, position))
+            h = self.take_up(step, h, x, e, self.write(h, x, e, self.gate_noise(step, position)))
+            self.taken += 1
         if self.how != "full":
             for j in range(cfg.n_core):
                 self.memory[j].append(fold([entries[step, j] for step in range(self.depth)], self.how))
@@ -88,6 +92,38 @@ class Sequence:
         g = torch.sigmoid(z / self.cfg.gate_temperature + noise)
         return g * h + (1 - g) * y
 
+    # ---- routers, outside training: a token decides for itself, once it is there
+
+    def goes_on(self, step, h, e):
+        """Whether this token takes the next step; once out it stays out."""
+        cfg = self.cfg
+        if cfg.router == "expert":
+            self.logit = self.router(f"recursion.router.units.{step}", h)[0]
+            share = cfg.capacity[step] if cfg.capacity else (cfg.n_recur - step) / cfg.n_recur
+            return share >= 1 or torch.sigmoid(self.logit) >= cfg.threshold
+        if cfg.router == "token":
+            if step == 0:
+                logits = self.router("recursion.router.unit", e)
+                p = logits.softmax(0) if cfg.router_score in (None, "softmax") else torch.sigmoid(logits)
+                self.chosen, self.p = int(p.argmax()) + 1, p.max() * (1.0 if cfg.router_alpha is None else cfg.router_alpha)
+            return step < self.chosen
+        return True
+
+    def take_up(self, step, h, y, e, written):
+        """The state after a step: y is the core's output, written what the update alone would leave."""
+        cfg = self.cfg
+        if cfg.router == "expert":
+            score = {None: torch.sigmoid, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda z: z}[cfg.router_score](self.logit)
+            alpha = cfg.router_alpha if cfg.router_alpha is not None else 1.0 if cfg.update == "gate" else 0.1
+            return h + alpha * score * (written - h) if cfg.update == "gate" else h + alpha * score * y
+        if cfg.router == "token":
+            return e + self.p * y if step + 1 == min(self.chosen, self.depth) else y
+        return written
+
+    def router(self, name, h):
+        x = self.linear(f"{name}.layers.0", h)
+        return x if self.cfg.router_kind == "linear" else self.linear(f"{name}.layers.1", x * 0.5 * (1 + torch.erf(x / math.sqrt(2))))
+
     # ---- the parts of a transformer
 
     def block(self, name, place, x, position):
@@ -100,8 +136,10 @@ class Sequence:
         q, k, v = (self.linear(f"{name}.{part}", x).split(K) for part in ("query", "key", "value"))
         if self.cfg.block == "llama":
             q, k = ([rotate(head, position, self.cfg.rope_theta) for head in heads] for heads in (q, k))
-        memory = self.memory.setdefault(place, [])
-        memory.append((k, v))
+        shares = self.cfg.kv == "share" and isinstance(place[0], int) and place[0] > 0
+        memory = self.memory.setdefault((0, place[1]) if shares else place, [])
+        if not shares:                                                           # kv=share: made at step 0, read at every step
+            memory.append((k, v))
         y = []
         for head in range(H):
             shared = head // (H // G)                                            # which K/V head this query head reads

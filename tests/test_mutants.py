@@ -22,7 +22,7 @@ SOURCE = (Path(__file__).parent.parent / "model.py").read_text(encoding="utf-8")
 MUTANTS = {
     # ---- attention
     "the causal mask is off": (
-        "is_causal=seat is None",
+        "is_causal=seat is None or seat.causal",
         "is_causal=False",
         "test_model::test_a_token_changes_nothing_before_it"),
     "a cached query sees one token ahead": (
@@ -38,8 +38,8 @@ MUTANTS = {
         "if T > 1:",
         "test_cache::test_cached_logits_equal_the_full_forward"),
     "RoPE begins again with every piece": (
-        "*self.positions.tables(position_BT))",
-        "*self.positions.tables(position_BT - position_BT[:, :1]))",
+        "*self.positions.tables(position_BT), real_BC",
+        "*self.positions.tables(position_BT - position_BT[:, :1]), real_BC",
         "test_cache::test_a_prompt_fed_in_pieces_gives_the_same_logits"),
     "RoPE turns the other way": (
         "[-turn for turn in turns] + turns",
@@ -60,8 +60,8 @@ MUTANTS = {
 
     # ---- the loop
     "the anchor is forgotten": (
-        "anchor = self.update.anchor(e_BTD)",
-        "anchor = self.update.anchor(0 * e_BTD)",
+        "anchor, who = self.update.anchor(e_BTD), self",
+        "anchor, who = self.update.anchor(0 * e_BTD), self",
         "test_model::test_logits_equal_the_specification"),
     "the anchor is forgotten after the first step": (
         "self.step(h_BTD, anchor, who, step",
@@ -72,8 +72,8 @@ MUTANTS = {
         "torch.lerp(h_BTD.to(g_BTD.dtype), y_BTD.to(g_BTD.dtype), g_BTD)",
         "test_model::test_a_gate_forced_open_keeps_the_state_at_any_depth"),
     "the gate adds a residual": (
-        "anchor, noise.on_gate(h_BTD, step)), who",
-        "anchor, noise.on_gate(h_BTD, step)) + h_BTD, who",
+        "chosen_anchor, noise.on_gate(h_BCD, step))",
+        "chosen_anchor, noise.on_gate(h_BCD, step)) + h_BCD",
         "test_model::test_logits_equal_the_specification"),
     "LN_c is left out": (
         "self.joint_norm(torch.cat((self.state_norm(h_BTD), e_BTD), -1))",
@@ -96,8 +96,8 @@ MUTANTS = {
         "Block(cfg) for _ in range(cfg.n_core * cfg.n_recur)",
         "test_model::test_sharing_is_by_construction_and_survives_loading_moving_and_copying"),
     "every step runs a copy": (
-        "x_BTD = self.core[self.block_at(step, j, self.cfg)](",
-        "x_BTD = __import__('copy').deepcopy(self.core[self.block_at(step, j, self.cfg)])(",
+        "x_BCD = self.core[self.block_at(step, j, self.cfg)](",
+        "x_BCD = __import__('copy').deepcopy(self.core[self.block_at(step, j, self.cfg)])(",
         "test_model::test_every_parameter_learns"),
     "the head is untied": (
         "self.embed.weight)\n\n    # ---- public",
@@ -111,20 +111,20 @@ MUTANTS = {
 
     # ---- noise, depth, loss
     "noise in evaluation": (
-        "NoCache(), Silence()",
-        "NoCache(), Noise(self.cfg, 0)",
+        "NO_CACHES[self.cfg.kv](), Silence()",
+        "NO_CACHES[self.cfg.kv](), Noise(self.cfg, 0)",
         "test_model::test_evaluation_is_without_noise_and_deterministic_whatever_the_seed"),
     "noise in decoding": (
         "depth, Silence(), cache)",
         "depth, Noise(self.cfg, 0), cache)",
         "test_cache::test_two_hundred_written_tokens_saw_the_logits_of_the_full_forward"),
     "no noise in training": (
-        "self.update.read(noise.on_state(h_BTD, step), anchor)",
-        "self.update.read(h_BTD, anchor)",
+        "self.update.read(noise.on_state(h_BCD, step), chosen_anchor)",
+        "self.update.read(h_BCD, chosen_anchor)",
         "test_model::test_noise_enters_where_the_specification_says"),
     "the gate sees the noise": (
-        "self.update.read(noise.on_state(h_BTD, step), anchor)",
-        "self.update.read(h_BTD := noise.on_state(h_BTD, step), anchor)",
+        "self.update.read(noise.on_state(h_BCD, step), chosen_anchor)",
+        "self.update.read(h_BCD := noise.on_state(h_BCD, step), chosen_anchor)",
         "test_model::test_noise_enters_where_the_specification_says"),
     "gate noise differs by feature": (
         "(*h_BTD.shape[:2], 1), self.gate_std",
@@ -185,6 +185,48 @@ MUTANTS = {
         "N",
         "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
 
+    # ---- routers
+    "capacities are of those who are left": (
+        "int(share * T)",
+        "int(share * logit_BC.size(1))",
+        "test_routing::test_training_takes_the_capacities_of_the_full_length_each_set_inside_the_last"),
+    "the chosen are not put in order": (
+        ".indices[:, :k].sort(1).values",
+        ".indices[:, :k]",
+        "test_routing::test_the_gathered_pass_equals_a_dense_one_that_masks"),
+    "chosen tokens begin again at position 0": (
+        "position_BC=of(self.position_BC), cos=of(self.cos), sin=of(self.sin)",
+        "position_BC=of(self.position_BC), cos=self.cos if self.cos is None else self.cos[:, : column_BM.size(1)], sin=self.sin if self.sin is None else self.sin[:, : column_BM.size(1)]",
+        "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
+    "only the delta is scored": (
+        "h + s * y)",
+        "h + s * (y - h))",
+        "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
+    "one top-k for the whole batch": (
+        "logit_BC.sort(dim=1, descending=True, stable=True).indices[:, :k]",
+        "(logit_BC - logit_BC.flatten().sort(descending=True).values[k * len(logit_BC) - 1]).sort(dim=1, descending=True).indices[:1].expand(len(logit_BC), -1)[:, :k]",
+        "test_routing::test_the_gathered_pass_equals_a_dense_one_that_masks"),
+    "who has stopped goes on": (
+        "keep_BC if real_BC is None else keep_BC & real_BC)\n\n\nFORMS",
+        "keep_BC)\n\n\nFORMS",
+        "test_routing::test_cached_logits_equal_the_full_forward_for_unequal_prompts"),
+    "steps share their arrivals": (
+        "self.arrived[step] = [n + new for n, new in zip(self.arrived[step], n_new_B)]",
+        "self.arrived = [[n + new for n, new in zip(self.arrived[step], n_new_B)]] * len(self.arrived)",
+        "test_routing::test_cached_logits_equal_the_full_forward_for_unequal_prompts"),
+    "shared K and V are made again": (
+        "        if self.causal:\n            self.store",
+        "        if True:\n            self.store",
+        "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
+    "the threshold counts at step 0": (
+        "if share >= 1:",
+        "if share > 1:",
+        "test_routing::test_a_threshold_of_zero_sends_everyone_all_the_way_and_one_sends_nobody_on"),
+    "token-choice scores every step": (
+        "== step + 1\n",
+        ">= 0\n",
+        "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
+
     # ---- initial values
     "the gate's bias is not applied": (
         "nn.init.constant_(update.gate.down.bias, self.cfg.gate_bias)",
@@ -229,7 +271,7 @@ MUTANTS = {
         '"last": lambda kept, new, step: kept if step else new',
         "test_cache::test_compressed_caches_equal_the_specification"),
     "a compressed entry stays the last step's": (
-        "slot[:, self.place_C] = kept",
+        "slot[:, self.core_window.place_C] = kept",
         "pass",
         "test_cache::test_compressed_caches_equal_the_specification"),
     "cached keys have the weights' dtype": (
@@ -297,16 +339,16 @@ MUTANTS = {
 
     # ---- counts
     "the adapter is counted once": (
-        "once + depth * per_step",
-        "once + per_step",
+        "lambda step: share(step) * per_step)",
+        "lambda step: share(step) * per_step / depth)",
         "test_counts::test_exact_flops_are_the_flops_of_a_real_forward"),
     "grouped keys are counted at full width": (
-        "cfg.n_embd, cfg.kv_heads * cfg.head_width\n",
-        "cfg.n_embd, cfg.n_embd\n",
+        "cfg.n_embd, cfg.kv_heads * cfg.head_width * makes_kv",
+        "cfg.n_embd, cfg.n_embd * makes_kv",
         "test_counts::test_exact_flops_are_the_flops_of_a_real_forward"),
     "MoR's formula knows of grouped keys": (
-        "block_flops(replace(cfg, n_kv_head=None), seq_len / 2)",
-        "block_flops(cfg, seq_len / 2)",
+        "wide = replace(cfg, n_kv_head=None)",
+        "wide = cfg",
         "test_counts::test_flops_equal_the_formula_of_the_mor_paper"),
     "the scratch entry is not counted": (
         'if cache in ("first", "mean")',

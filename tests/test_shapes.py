@@ -13,7 +13,7 @@ from tiny import loud, some_ids, tiny
 
 import model as model_py
 
-SHAPE = re.compile(r"_([BTSCNnDGHKFVEP1]+)$")
+SHAPE = re.compile(r"_([BTSCMNnDGHKFVEPR1]+)$")
 LISTS = {"n_new_B", "length_B", "start_B", "stop_B", "last_B", "next_B"}           # one Python number per row
 
 
@@ -66,12 +66,16 @@ def run_everything(keys, seen, found):
     with watch(cfg, seen, found):
         model.train()(some_ids(2, 7), some_ids(2, 7), seed=(0, 0))
         model.eval()(some_ids(2, 7), some_ids(2, 7))
-        for cache in ("full", *(model_py.FOLDS if cfg.any_depth else ())):
+        for cache in ("full", *(model_py.FOLDS if cfg.compressible else ())):
             model.generate(prompts, 3, top_k=5, cache=cache)
         model.generate(some_ids(1, 5), 3)
         model.generate(some_ids(2, 5), 3, use_cache=False, temperature=0)
         cache = model_py.make_cache(model, 2, 12)
         model.feed(some_ids(2, 5), cache, None, [5, 2], every=True)
+
+
+ROUTED = [dict(grt, router=router, kv=kv, **more) for grt in [dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1)] for kv in ("own", "share")
+          for router, more in (("expert", {}), ("expert", dict(router_kind="mlp", update="gate")), ("token", {}))]
 
 
 def names_in_model():
@@ -85,7 +89,7 @@ def names_in_model():
 def test_shape_suffixes_tell_the_truth():
     seen, found = set(), set()
     grt = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, update="gate", state_noise=0.1, gate_noise=0.1, n_ffn=40)
-    for keys in (grt, dict(grt, block="llama", n_kv_head=2), dict(n_recur=2, sharing="sequence"), dict(update="inject", fused_loss=True)):
+    for keys in (grt, dict(grt, block="llama", n_kv_head=2), dict(n_recur=2, sharing="sequence"), dict(update="inject", fused_loss=True), *ROUTED):
         run_everything(keys, seen, found)
     assert not found, "\n".join(sorted(found))
     assert names_in_model() - seen == LISTS, "names that were never looked at"

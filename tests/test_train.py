@@ -680,7 +680,9 @@ MODEL_KEYS = {
     "block": ("llama", {}), "vocab_size": (80, {}), "block_size": (16, {}), "n_embd": (24, {}), "n_head": (4, {}), "n_kv_head": (1, {}),
     "n_ffn": (20, {}), "bias": (True, {}), "dropout": (0.5, {}), "n_prelude": (2, {}), "n_core": (2, {}), "n_recur": (3, {}), "n_coda": (2, {}),
     "sharing": ("middle_sequence", dict(update="replace", n_core=2, depth_sampling="fixed")), "update": ("inject", {}), "router": ("expert", {}),
-    "kv": ("share", {}), "depth_sampling": ("fixed", {}), "min_depth": (4, {}), "loss": ("every", {}), "fused_loss": (True, {}), "state_noise": (0.5, {}), "gate_noise": (0.5, {}),
+    "kv": ("share", {}), "router_kind": ("mlp", dict(router="expert")), "router_width": (8, dict(router="expert", router_kind="mlp")),
+    "router_score": ("tanh", dict(router="expert")), "router_alpha": (0.5, dict(router="expert")), "capacity": ([1.0, 1.0, 1.0, 0.25], dict(router="expert")),
+    "threshold": (0.1, dict(router="expert")), "router_loss": (1.0, dict(router="expert")), "depth_sampling": ("fixed", {}), "min_depth": (4, {}), "loss": ("every", {}), "fused_loss": (True, {}), "state_noise": (0.5, {}), "gate_noise": (0.5, {}),
     "gate_bias": (2.0, {}), "gate_temperature": (3.0, {}), "proj_init": ("identity", {}), "rope_theta": (100.0, dict(block="llama")), "norm_eps": (0.1, {})}
 GRT = dict(vocab_size=64, block_size=32, n_embd=16, n_head=2, n_prelude=1, n_core=1, n_recur=4, n_coda=1, update="gate", gate_bias=0.0,
            depth_sampling="uniform", state_noise=0.1, gate_noise=0.1)
