@@ -297,7 +297,8 @@ def report_depth(runs, s):
     for run, n in measured:
         cfg = run.model.cfg
         if len(n["points"]) == 1:
-            print(f"{run.name}: sharing={cfg.sharing_name!r} has one depth only, n_recur={cfg.n_recur}")
+            why = f"sharing={cfg.sharing_name!r}" if not cfg.any_depth else f"router={cfg.router!r}"
+            print(f"{run.name}: {why} has one depth only, n_recur={cfg.n_recur}")
         for p in n["points"]:
             where = f"{round(p['depth'] * cfg.n_core)}/{cfg.n_core}" if is_plain(cfg) else str(p["depth"])
             rows.append((run.name, where, f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", f"{p['bits_per_byte']:.4f}", p["training"]))

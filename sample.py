@@ -213,8 +213,8 @@ def main(argv):
     model, tokenizer, about = load_run(s.out_dir, device)
     say(f"{about['folder']}: {model.cfg.layout} update={model.cfg.update}, step {about['step']}, validation {about['val_loss']:.3f} nats/token; "
         f"{depth_meaning(model.cfg, s.recursions)}; {device} {dtype}")
-    depth = model.check_depth(s.recursions)
     try:
+        depth = model.check_depth(s.recursions)
         with autocast:
             if s.trace is not None:
                 run_trace(model, tokenizer, as_typed(s.trace), depth)

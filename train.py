@@ -357,7 +357,7 @@ def step_gradients(net, batches, seeds, autocast, world=ALONE):
         with autocast:
             out = net(ids_BT, targets_BT, seed=seed)
         (out.loss * (count / total * world.size)).backward()  # the exchange takes the mean over processes
-        loss, depth = loss + out.loss.detach() * (count / total), depth + out.depth_BT[0, 0] / len(batches)
+        loss, depth = loss + out.loss.detach() * (count / total), depth + out.depth_BT.float().mean() / len(batches)
     return world.sum(loss), depth
 
 

@@ -32,6 +32,7 @@ RUNS = {
     "compiled": dict(SHORT, compile=True), "compiled fsdp": dict(SHORT, compile=True, parallel="fsdp"),
     "gathers": dict(CALM, max_iters=2, log_interval=100, gradient_accumulation_steps=2, parallel="fsdp"),
     "on 4": dict(CALM, init_from="resume", parallel="fsdp"), "odd": dict(CALM, gradient_accumulation_steps=5),
+    "routed ddp": dict(SHORT, router="expert"), "routed fsdp": dict(SHORT, router="expert", kv="share", update="replace", parallel="fsdp"),
     "uneven": dict(CALM, max_iters=2), "default set": dict(CALM, max_iters=1, dataset="stdlib"),
 }
 

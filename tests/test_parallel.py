@@ -123,6 +123,12 @@ def test_the_core_is_gathered_once_forward_and_once_backward_whatever_the_depth(
         assert two["gathers", rank]["depths"] == [4, 4]
 
 
+@pytest.mark.parametrize("name", ["routed ddp", "routed fsdp"])
+def test_routed_ranks_stay_equal_at_random_depths(two, name):
+    assert two[name, 0]["end"] == two[name, 1]["end"] == "done" and len(two[name, 0]["depths"]) == 5
+    assert_equal(two[name, 0]["weights"], two[name, 1]["weights"], atol=0)
+
+
 @pytest.mark.parametrize("name", ["lean ddp", "lean fsdp", "compiled", "compiled fsdp"])
 def test_recomputed_and_compiled_ranks_stay_equal_to_plain_ones(place, two, name):
     assert_equal(two[name, 0]["weights"], two[name, 1]["weights"], atol=0)

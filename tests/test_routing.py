@@ -3,6 +3,7 @@
     python -m pytest -q tests/test_routing.py
 """
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,11 @@ from test_counts import smollm
 from tiny import loud, some_ids, tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from toy import make_config, make_data, refusal
 
+import eval as evaluation
+import sample
+import train
 from model import GPT, NoCache, Silence, compact, make_cache, topk
 
 LAYOUT = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, router_alpha=0.7)          # alpha: large enough that a wrong merge shows
@@ -179,3 +184,20 @@ def test_exact_flops_are_those_of_a_real_forward_at_its_capacities(keys):
 def test_a_routed_model_goes_no_deeper_than_it_has_routers():
     with pytest.raises(ValueError, match="every step of a routed model has a router of its own"):
         loud(routed(dict(router="expert")))(some_ids(1, 4), depth=4)
+
+
+@pytest.mark.parametrize("keys", [dict(router="expert"), dict(router="expert", kv="share", update="inject"), dict(router="token")], ids=name)
+def test_a_routed_run_trains_evaluates_and_writes(tmp_path, monkeypatch, capsys, keys):
+    monkeypatch.chdir(tmp_path)
+    make_data(tmp_path)
+    make_config(tmp_path, **{**dict(update="replace", depth_sampling="fixed", state_noise=0.0, gate_noise=0.0), **keys})
+    train.main(["toy.py"])
+    records = [json.loads(line) for line in (tmp_path / "out/toy/log.jsonl").read_text("utf-8").splitlines()]
+    depths = [r["depth"] for r in records if r["event"] == "step"]
+    assert all(1 <= depth <= 4 for depth in depths) and (keys["router"] == "token" or depths == [pytest.approx(2.5)] * 4)      # (32 + 24 + 16 + 8) / 32
+    evaluation.main(["--device=cpu"])
+    parts = json.loads(capsys.readouterr().out.splitlines()[-1])["parts"]
+    assert parts["loss"]["train"]["agrees"] and [p["depth"] for p in parts["depth"]["points"]] == ([4] if keys["router"] == "token" else [0, 1, 2, 3, 4])
+    sample.main(["--max_new_tokens=5"])
+    assert "more than n_recur=4" in refusal(sample.main, ["--recursions=9"])
+    assert "sends tokens to different steps" in refusal(sample.main, ["--cache=mean"])
