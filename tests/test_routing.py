@@ -171,6 +171,7 @@ def test_flops_equal_the_table_of_the_mor_paper(plan, kv, mflop):
     assert round(replace(smollm("360M", plan), router="expert", kv=kv).flops_per_token(2048, "paper") / 1e6, 2) == mflop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [keys for keys in ROUTED + SHARED if keys["router"] != "token"], ids=name)
 def test_exact_flops_are_those_of_a_real_forward_at_its_capacities(keys):
     cfg, T = routed(keys), 12
@@ -186,6 +187,7 @@ def test_a_routed_model_goes_no_deeper_than_it_has_routers():
         loud(routed(dict(router="expert")))(some_ids(1, 4), depth=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [dict(router="expert"), dict(router="expert", kv="share", update="inject"), dict(router="token")], ids=name)
 def test_a_routed_run_trains_evaluates_and_writes(tmp_path, monkeypatch, capsys, keys):
     monkeypatch.chdir(tmp_path)
