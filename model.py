@@ -11,9 +11,8 @@ n_prelude + n_core x n_recur + n_coda: GPT-2 Small is 0+12x1+0, GRT Medium is 2+
 a *step* is one pass through the core (steps count from 0), *depth* is how many steps are run. While decoding, each
 executed block has a *slot*, a store with one *place* per token for its K and V.
 
-The rooms, each built from those before it (6 is kept for routers). Every choice of the config is a row in a table of
-the room that it belongs to:
-    1 config   2 small parts   3 K/V cache   4 attention, MLP, block   5 depth plan   7 state updates
+The rooms, each built from those before it. Every choice of the config is a row in a table of the room that it belongs to:
+    1 config   2 small parts   3 K/V cache   4 attention, MLP, block   5 depth plan   6 routers   7 state updates
     8 depth and noise   9 Recursion and GPT: start, step, finish   10 use: generate and counts   11 optimizer groups
 
 The alphabet. A tensor that carries data through the model has a name that ends in its shape; a plain list with one
