@@ -24,6 +24,7 @@ number per row ends in _B:
 Papers: GRT = Gated Recurrent Transformers (arXiv 2608.15062); MoR = Mixture-of-Recursions (Bae et al. 2025);
 GPT-2 = Radford et al. 2019; Llama = Touvron et al. 2023.
 """
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable
@@ -737,7 +738,7 @@ class RouterUnit(nn.Module):
         return 2 * cfg.n_embd * n_out if cfg.router_kind == "linear" else 2 * width * (cfg.n_embd + n_out)
 
     def forward(self, h_BCD):
-        with torch.autocast(h_BCD.device.type, enabled=False):
+        with contextlib.nullcontext() if h_BCD.is_meta else torch.autocast(h_BCD.device.type, enabled=False):
             x = at_least_fp32(h_BCD)
             for i, layer in enumerate(self.layers):
                 x = F.linear(F.gelu(x) if i else x, at_least_fp32(layer.weight))
@@ -1377,7 +1378,7 @@ def describe(cfg):
     """The page that `python model.py` prints: plan, counts and one forward with its shapes (on the meta device)."""
     R, S = cfg.n_recur, cfg.block_size
     lines = [f"layout {cfg.layout}: {cfg.n_prelude} prelude + {cfg.n_core} core x {R} steps + {cfg.n_coda} coda; "
-             f"block={cfg.block} sharing={cfg.sharing_name} update={cfg.update}", "", "depth plan (core block @ K/V slot)"]
+             f"block={cfg.block} sharing={cfg.sharing_name} update={cfg.update} router={cfg.router} kv={cfg.kv}", "", "depth plan (core block @ K/V slot)"]
     for step, row in enumerate(block_table(cfg)):
         if step < 3 or step == R - 1:
             cells = [f"{block:>3}@{SLOTS[cfg.kv](cfg, step, j):<4}" for j, block in enumerate(row)]
@@ -1392,8 +1393,9 @@ def describe(cfg):
     caches = [c for c in FOLDS if c == "full" or cfg.compressible and R > 1]
     sizes = [f"{c}: {cfg.kv_bytes(S, 1, torch.bfloat16, c) / 2**20:,.1f}" for c in caches]
     lines += [f"cache MiB   {'   '.join(sizes)}   (one row of {S} tokens, bfloat16)", "", "one forward, 2 rows of 8 tokens"]
+    static = replace(cfg, router="none", router_score=None) if cfg.router == "token" else cfg       # who continues is data, and here is none
     with torch.device("meta"):
-        model, ids_BT = GPT(cfg).eval(), torch.zeros(2, min(8, S), dtype=torch.long)
+        model, ids_BT = GPT(static).eval(), torch.zeros(2, min(8, S), dtype=torch.long)
         shapes = []
 
         def hook(name):
@@ -1403,7 +1405,7 @@ def describe(cfg):
         for name in ("prelude", "recursion.core", "coda"):
             for i, block in enumerate(model.get_submodule(name)):
                 block.register_forward_hook(hook(f"{name}.{i}"))
-        shapes.append(("logits_BTV", tuple(model(ids_BT).logits.shape)))
+        shapes.append(("logits_BTV", tuple(model(ids_BT, routing="topk").logits.shape)))
     runs = []                                       # equal neighbours on one line: name ... name (shape)
     for name, shape in [("ids_BT", tuple(ids_BT.shape))] + shapes:
         if runs and runs[-1][2] == shape:

@@ -79,6 +79,12 @@ def test_the_page_about_a_model_shows_its_plan_and_its_counts():
     assert "mean:" not in describe(tiny(n_recur=2, sharing="sequence"))
 
 
+@pytest.mark.parametrize("router", ["expert", "token"])
+def test_the_page_about_a_routed_model_needs_no_tokens(router):
+    page = describe(tiny(n_prelude=1, n_core=2, n_recur=3, n_coda=1, router=router, kv="share"))
+    assert f"router={router} kv=share" in page and "(2, 8, 61)" in page and ("(2, 5, 16)" in page) == (router == "expert")
+
+
 def test_counting_needs_no_memory():
     huge = GPTConfig(vocab_size=50304, n_embd=24576, n_head=96, n_core=24)                 # 700 GB in float32
     assert huge.n_params() == 24 * (12 * 24576**2 + 2 * 24576) + (50304 + 1024 + 1) * 24576
