@@ -342,6 +342,11 @@ class Window(NamedTuple):
     real_BT: torch.Tensor | None         # None: all of them
 
 
+def sees(position_BT, n_seen):
+    """The mask of queries at these positions over the first n_seen places of a row: those up to their own, (B or 1, 1, T, S)."""
+    return (torch.arange(n_seen, device=position_BT.device) <= position_BT[..., None])[:, None]
+
+
 class NoCache:
     """Training and full forwards: nothing is stored, a block's attention is causal over what is here."""
     depth, outer_window = None, Window(None, None, None, 0, None, None)
@@ -371,8 +376,7 @@ class KeptNoCache(NoCache):
     def arrive(self, step, who):
         self.causal = step == 0
         if step:
-            T = self.store[0][0].size(1)
-            self.mask_B1TS = (torch.arange(T, device=who.position_BC.device) <= who.position_BC[..., None])[:, None]
+            self.mask_B1TS = sees(who.position_BC, self.store[0][0].size(1))
 
     def core_seat(self, step, j):
         return Kept(self.store, j, None if self.causal else self.mask_B1TS, self.causal)
@@ -427,7 +431,7 @@ class KVCache:
             real_C = real_BT.flatten().nonzero().squeeze(1)
         place_C = place_BT.flatten() if real_C is None else place_BT.flatten()[real_C]
         if T > 1 or not level:
-            mask_B1TS = (torch.arange(n_seen, device=device) <= position_BT[..., None])[:, None]
+            mask_B1TS = sees(position_BT, n_seen)
         if real_C is not None:
             position_BT = position_BT.clamp(max=self.n_places - 1)               # padding may stand beyond
         return Window(place_C, real_C, mask_B1TS, n_seen, position_BT, real_BT)
@@ -469,8 +473,7 @@ class SharedCache(KVCache):
     def arrive(self, step, who):
         if step:
             n_seen = self.outer_window.n_seen
-            mask_B1TS = (torch.arange(n_seen, device=who.position_BC.device) <= who.position_BC[..., None])[:, None]
-            self.core_window = Window(None, None, mask_B1TS, n_seen, who.position_BC, None)
+            self.core_window = Window(None, None, sees(who.position_BC, n_seen), n_seen, who.position_BC, None)
 
 
 class CompressedCache(KVCache):
@@ -705,15 +708,15 @@ def topk(logit_BC, k, threshold, real_BC):
 
 def causal(logit_BC, k, threshold, real_BC):
     """Columns of the tokens whose sigmoid(logit) reaches the threshold: each decides for itself."""
-    keep_BC = logit_BC.sigmoid() >= threshold
-    return compact(keep_BC if real_BC is None else keep_BC & real_BC)
+    return compact(logit_BC.sigmoid() >= threshold, real_BC)
 
 
 FORMS = {"topk": topk, "causal": causal}
 
 
-def compact(keep_BC):
-    """(columns of what is kept, in order and padded to the longest row; which of them are real, None: all)."""
+def compact(keep_BC, real_BC=None):
+    """(columns of what is kept and real, in order and padded to the longest row; which of them are real, None: all)."""
+    keep_BC = keep_BC if real_BC is None else keep_BC & real_BC
     n_B = keep_BC.sum(1)
     column_BM = (~keep_BC).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(n_B.max())]
     real_BM = torch.arange(column_BM.size(1), device=n_B.device) < n_B[:, None]
@@ -829,8 +832,7 @@ class Token(NoRouter):
     def narrow(self, h_BTD, who, step):
         B, T, _ = h_BTD.shape
         who = who._replace(depth=who.taken(B, T, step))
-        keep_BC = who.take(who.wanted_BT1)[..., 0] > step
-        return who.pick(*compact(keep_BC if who.real_BC is None else keep_BC & who.real_BC), B, T)
+        return who.pick(*compact(who.take(who.wanted_BT1)[..., 0] > step, who.real_BC), B, T)
 
     def merge(self, h_BCD, y_BCD, write, who, step):
         last_BC1 = who.take(who.wanted_BT1) == step + 1
@@ -1344,7 +1346,7 @@ def grt_flops(cfg, seq_len, depth):
 
 
 def paper_flops(cfg, seq_len, depth):
-    # F = 2 k (2 d^2 + 2 d d_kv + 3 d ffn) + 2 k m d per layer, d_kv = d, k = m = S here                          [MoR, FLOPs]
+    # F = 2 k (2 d^2 + 2 d d_kv + 3 d ffn) + 2 k m d per layer, d_kv = d, k = round(c S), m = k or S              [MoR, FLOPs]
     wide = replace(cfg, n_kv_head=None)
     return (cfg.n_prelude + cfg.n_coda) * block_flops(wide, seq_len / 2) + core_flops(wide, seq_len, depth, round)
 

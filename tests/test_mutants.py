@@ -26,12 +26,12 @@ MUTANTS = {
         "is_causal=False",
         "test_model::test_a_token_changes_nothing_before_it"),
     "a cached query sees one token ahead": (
-        "device=device) <= position_BT[..., None]",
-        "device=device) <= position_BT[..., None] + 1",
+        "position_BT.device) <= position_BT[..., None]",
+        "position_BT.device) <= position_BT[..., None] + 1",
         "test_cache::test_a_prompt_fed_in_pieces_gives_the_same_logits"),
     "a cached query does not see itself": (
-        "device=device) <= position_BT[..., None]",
-        "device=device) < position_BT[..., None].clamp(min=1)",
+        "position_BT.device) <= position_BT[..., None]",
+        "position_BT.device) < position_BT[..., None].clamp(min=1)",
         "test_cache::test_a_few_new_tokens_see_all_ten_stored_ones"),
     "rows of other lengths see each other's padding": (
         "if T > 1 or not level:",
@@ -207,8 +207,8 @@ MUTANTS = {
         "(logit_BC - logit_BC.flatten().sort(descending=True).values[k * len(logit_BC) - 1]).sort(dim=1, descending=True).indices[:1].expand(len(logit_BC), -1)[:, :k]",
         "test_routing::test_the_gathered_pass_equals_a_dense_one_that_masks"),
     "who has stopped goes on": (
-        "keep_BC if real_BC is None else keep_BC & real_BC)\n\n\nFORMS",
-        "keep_BC)\n\n\nFORMS",
+        "keep_BC if real_BC is None else keep_BC & real_BC\n",
+        "keep_BC\n",
         "test_routing::test_cached_logits_equal_the_full_forward_for_unequal_prompts"),
     "steps share their arrivals": (
         "self.arrived[step] = [n + new for n, new in zip(self.arrived[step], n_new_B)]",
