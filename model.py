@@ -20,7 +20,7 @@ number per row ends in _B:
     B batch rows      T new tokens      S stored tokens     C chosen tokens     N flattened B x T    1 a broadcast axis
     D n_embd          H query heads     G key/value heads   K head width        F MLP width          V vocabulary
     E 2 D: state beside anchor          P places of a cache slot, over all its rows          n some of the N
-    M those of the C who continue       R steps (n_recur)
+    A rows with a token in the step     L, M those of the A and C who continue  R steps (n_recur)
 Papers: GRT = Gated Recurrent Transformers (arXiv 2608.15062); MoR = Mixture-of-Recursions (Bae et al. 2025);
 GPT-2 = Radford et al. 2019; Llama = Touvron et al. 2023.
 """
@@ -70,12 +70,16 @@ class GPTConfig:
     router: str = key("none", "who continues to the next step: none = every token; expert = a step chooses tokens; token = a token its depth")
     router_kind: str = key("linear", "router's function of a token's state: linear, or mlp with one hidden layer")
     router_width: int | None = key(None, "hidden width of an mlp router; None = 2 n_embd")
-    router_score: str | None = key(None, "score of a logit: sigmoid, tanh, none (expert); softmax, sigmoid (token); None = sigmoid, softmax")
-    router_alpha: float | None = key(None, "factor on the score; None = 0.1 for expert, 1 for token and beside a gate")
+    router_score: str | None = key(None, "score of a logit: sigmoid, tanh, none, add = 1 (expert); softmax, sigmoid (token); None = sigmoid, softmax")
+    router_alpha: float | None = key(None, "factor on the score; None = 0.1 for expert, 1 for token, for add and beside a gate")
+    router_choice: str = key("score", "expert: who goes on: by score, or by random lot, the floor that a router has to beat")
     capacity: list[float] | None = key(None, "expert: share of all tokens that each step takes; None = (n_recur - step) / n_recur")
     threshold: float = key(0.5, "expert, outside training: a token goes on if sigmoid(its logit) is at least this")
-    router_loss: float | None = key(None, "weight of the router's own loss beside the mean loss of language; None = 0.01 (expert), 0.1 (token)")
-    kv: str = key("own", "whose K/V a step attends to: own = made in the same step; share = made at step 0, read at every step")
+    router_loss: float | None = key(None, "weight of the router's own loss beside the mean loss of language; None = 0.016 (expert), 0.1 (token)")
+    router_balance: str = key("loss", "token: depths are evened out by a loss, or by a bias on the choice (loss-free)")
+    router_z_loss: float | None = key(None, "weight of the mean squared logsumexp of the router's logits; None = 0 (expert), 1e-5 (token)")
+    aux_router: bool = key(False, "expert: routers of their own learn the choice from detached states, in place of a loss, and decide outside training")
+    kv: str = key("own", "whose K/V a step attends to: own = made in the same step; share = made at step 0, read at every step; share_k, share_v = one of the two")
     depth_sampling: str = key("fixed", "depth of a training micro-batch: fixed (n_recur) or uniform (min_depth..n_recur)")
     min_depth: int = key(1, "smallest depth that uniform sampling draws")
     loss: str = key("last", "which steps are supervised: last = one cross-entropy after the final step")
@@ -101,9 +105,10 @@ class GPTConfig:
                 raise ValueError(f"{name}=None is not a number; a model needs one")
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} is too small; it must be at least {least}")
-        for name in ("router_width", "router_alpha", "router_loss"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf and (name != "router_loss" or getattr(self, name) != 0):
-                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
+        for name in ("router_width", "router_alpha", "router_loss", "router_z_loss"):
+            value, zero = getattr(self, name), "loss" in name
+            if value is not None and not (0 < value < math.inf or zero and value == 0):
+                raise ValueError(f"{name}={value} must be positive and finite" + zero * "; 0 turns it off")
         for name in ("dropout", "state_noise", "gate_noise"):
             if not 0 <= getattr(self, name) < (1 if name == "dropout" else math.inf):
                 raise ValueError(f"{name}={getattr(self, name)} is out of range; 0 turns it off")
@@ -144,21 +149,29 @@ class GPTConfig:
             raise ValueError(f"n_recur={self.n_recur} unrolls to {self.executed_blocks()} blocks; that is surely a slip")
 
     def _check_router(self):
-        if self.router_kind not in ("linear", "mlp"):
-            raise ValueError(f"router_kind={self.router_kind!r} is not one of linear, mlp")
-        scores = {"none": (None,), "expert": (None, "sigmoid", "tanh", "none"), "token": (None, "softmax", "sigmoid")}[self.router]
+        for name, known in (("router_kind", ("linear", "mlp")), ("router_choice", ("score", "random")), ("router_balance", ("loss", "bias"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}")
+        for name, off, needs in (("router_choice", "score", "expert"), ("aux_router", False, "expert"), ("router_balance", "loss", "token")):
+            if getattr(self, name) != off and self.router != needs:
+                raise ValueError(f"{name}={getattr(self, name)!r} belongs to router={needs!r}, and this is router={self.router!r}; leave it out")
+        if self.aux_router and self.router_choice == "random":
+            raise ValueError("aux_router=True would learn a random choice; use router_choice='score', or leave it out")
+        scores = {"none": (None,), "expert": (None, "sigmoid", "tanh", "none", "add"), "token": (None, "softmax", "sigmoid")}[self.router]
         if self.router_score not in scores:
             raise ValueError(f"router_score={self.router_score!r} does not go with router={self.router!r}; it is one of {', '.join(map(str, scores))}")
         if self.router == "token" and self.update == "gate":
             raise ValueError("router='token' does not go with update='gate', whose last step is no whole output; use router='expert'")
+        if self.router_balance == "bias" and self.depth_sampling != "fixed":
+            raise ValueError(f"router_balance='bias' counts who chose which depth, which depth_sampling={self.depth_sampling!r} cuts short; use fixed")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold={self.threshold} is outside 0..1")
         shares = self.capacity
         if shares is not None and (self.router != "expert" or len(shares) != self.n_recur or not all(0 < c <= 1 for c in shares)):
             raise ValueError(f"capacity={shares} is one share of the tokens in (0, 1] for each of the n_recur={self.n_recur} steps of an "
                              f"expert-choice model")
-        if self.kv == "share" and self.router == "expert" and self.capacities[0] < 1:
-            raise ValueError(f"kv='share' is made at step 0 by all tokens, so capacity must begin with 1, not {self.capacities[0]}")
+        if self.kv != "own" and self.router == "expert" and self.capacities[0] < 1:
+            raise ValueError(f"kv={self.kv!r} is made at step 0 by all tokens, so capacity must begin with 1, not {self.capacities[0]}")
 
     def unused(self):
         """Sentences about keys that were changed but cannot matter beside the others."""
@@ -167,8 +180,10 @@ class GPTConfig:
                  (self.update == "replace", "update='replace' has no adapter", ("proj_init",)),
                  (self.depth_sampling == "fixed", "depth_sampling='fixed'", ("min_depth",)),
                  (self.block != "llama", "only llama blocks rotate", ("rope_theta",)),
-                 (self.router == "none", "there is no router", ("router_kind", "router_width", "router_alpha", "router_loss")),
+                 (self.router == "none", "there is no router", ("router_kind", "router_width", "router_alpha", "router_loss", "router_z_loss")),
                  (self.router != "expert", "router is not expert", ("threshold",)),
+                 (self.router_balance == "bias", "router_balance='bias' has no loss", ("router_loss",)),
+                 (self.router_choice == "random", "router_choice='random' teaches nothing", ("router_loss",)),
                  (self.router != "none" and self.router_kind == "linear", "router_kind='linear'", ("router_width",))]
         return [f"{name}={getattr(self, name)} has no effect: {why}" for holds, why, names in rules if holds
                 for name in names if getattr(self, name) != default[name]]
@@ -180,7 +195,8 @@ class GPTConfig:
     sharing_name = property(lambda self: self.sharing or ("middle_cycle" if self.n_prelude or self.n_coda else "cycle"))
     sharing_rule = property(lambda self: SHARINGS[self.sharing_name])
     any_depth = property(lambda self: self.sharing_rule.any_depth)
-    router_weight = property(lambda self: {"expert": 0.01, "token": 0.1}.get(self.router, 0.0) if self.router_loss is None else self.router_loss)
+    router_weight = property(lambda self: {"expert": 0.016, "token": 0.1}.get(self.router, 0.0) if self.router_loss is None else self.router_loss)
+    z_weight = property(lambda self: {"token": 1e-5}.get(self.router, 0.0) if self.router_z_loss is None else self.router_z_loss)
     capacities = property(lambda self: self.capacity or [(self.n_recur - step) / self.n_recur for step in range(self.n_recur)])
 
     @property
@@ -212,10 +228,12 @@ class GPTConfig:
         return count_kv_bytes(self, seq_len, batch_size, dtype, cache, depth)
 
     def kv_io(self, seq_len, cache="full", depth=None):
-        """(K, V) entries read for one new token that sees `seq_len` stored ones: one per executed block and token.
-        Compressed caches store less, but every step still reads its entry, so they read as much."""
+        """(K, V) entries read for one new token that takes `depth` steps in a row of `seq_len`: in each executed block those
+        that its slot holds (routed, kv=own: by the capacities). Compressed caches store less, but every step still reads
+        its entry, so they read as much; so does kv=share."""
         self.check_cache(cache)
-        return seq_len * self.executed_blocks(depth)
+        seen = lambda step: self.n_core * slot_places(self, step * self.n_core, seq_len)
+        return seq_len * (self.n_prelude + self.n_coda) + over_steps(self.n_recur if depth is None else depth, seen)
 
     @property
     def compressible(self):
@@ -299,57 +317,79 @@ def rotate(x, cos, sin):
 # ----------------------------------------------------------------------------------------------------------- 3 K/V cache
 
 
-class Seat(NamedTuple):
-    """Where one block's new K and V go and what its queries may see. Tensors only: a block never meets the cache.
-
-    kv is the slot's store, (2, P, G, K), token-major: row b owns the P/B places from b P/B on."""
-    kv: torch.Tensor
+class Window(NamedTuple):
+    """The places that a call's (or a step's) new tokens take in their rows, and what their queries may see."""
     place_C: torch.Tensor | None         # place of each real new token; None: nothing is written, this step reads alone
-    real_C: torch.Tensor | None          # which of the B x T new tokens those are; None: all of them
-    mask_B1TS: torch.Tensor | None       # what a query sees of its row's first S places; None: all of them
+    real_C: torch.Tensor | None          # which of the A x T new tokens those are; None: all of them
+    mask_A1TS: torch.Tensor | None       # what a query sees of its row's first S places; None: all of them
     n_seen: int                          # S
+    n_rows: int                          # of the cache
+    row_n: list | None                   # (row, entries) of the rows that take part; None: all rows, in order
+    position_AT: torch.Tensor | None = None
+    real_AT: torch.Tensor | None = None  # None: all of them
+
+
+class Seat(NamedTuple):
+    """Where one block's new K and V go and what its queries may see. A block never meets the cache.
+
+    kv is the slot's store, (2, P, G, K), token-major: each row owns as many places as the next, one row after another."""
+    kv: torch.Tensor
+    window: Window
 
     causal = False
+    mask_A1TS, row_n = property(lambda self: self.window.mask_A1TS), property(lambda self: self.window.row_n)
 
-    def exchange(self, B, make):
-        """Write the new entries that make() gives, give back each row's window of stored ones: k and v, (B, S, G, K)."""
-        if self.place_C is not None:
-            new = torch.stack(make()).flatten(1, 2)
-            self.kv.index_copy_(1, self.place_C, new if self.real_C is None else new[:, self.real_C])
-        return self.kv.view(2, B, -1, *self.kv.shape[2:])[:, :, : self.n_seen].unbind()
+    def exchange(self, make):
+        """Write the new entries that make_k and make_v give; give back the rows' windows of stored ones: k, v (B, S, G, K)."""
+        place_C, real_C, n_rows = self.window.place_C, self.window.real_C, self.window.n_rows
+        if place_C is not None:
+            new = torch.stack([part() for part in make]).flatten(1, 2)
+            self.kv.index_copy_(1, place_C, new if real_C is None else new[:, real_C])
+        return self.kv.view(2, n_rows, -1, *self.kv.shape[2:])[:, :, : self.window.n_seen].unbind()
 
 
 class Kept(NamedTuple):
     """A seat without a cache, for kv=share: K and V of step 0 stay, with their gradient, and later steps read them."""
-    store: dict
-    j: int
-    mask_B1TS: torch.Tensor | None
+    store: list                          # this block's
+    row_L: torch.Tensor | None           # rows that take part; None: all
+    mask_A1TS: torch.Tensor | None
     causal: bool                         # step 0: everyone is there, in order
 
-    def exchange(self, B, make):
+    row_n = None
+
+    def exchange(self, make):
         if self.causal:
-            self.store[self.j] = make()
-        return self.store[self.j]
+            self.store[:] = [part() for part in make]
+        return self.store if self.row_L is None else [x[self.row_L] for x in self.store]
 
 
-class Window(NamedTuple):
-    """The places that a call's (or a step's) new tokens take. The first four as in Seat."""
-    place_C: torch.Tensor
-    real_C: torch.Tensor | None
-    mask_B1TS: torch.Tensor | None
-    n_seen: int
-    position_BT: torch.Tensor
-    real_BT: torch.Tensor | None         # None: all of them
+class HalfKept(NamedTuple):
+    """Around a seat, for kv=share_k and share_v: one of K and V is what the same token made at step 0."""
+    seat: Seat | None
+    store: list                          # this block's
+    half: int                            # 0: K, 1: V
+    who: object                          # those who are in this step; None: step 0
+
+    causal, mask_A1TS, row_n = (property(lambda self: self.seat is None), property(lambda self: self.seat and self.seat.mask_A1TS),
+                                property(lambda self: self.seat and self.seat.row_n))
+
+    def exchange(self, make):
+        make = list(make)
+        if self.who is None:
+            self.store[:] = [make[self.half]()]
+        kept = self.store[0] if self.who is None else self.who.take(self.store[0])
+        make[self.half] = lambda: kept
+        return [part() for part in make] if self.seat is None else self.seat.exchange(make)
 
 
-def sees(position_BT, n_seen):
-    """The mask of queries at these positions over the first n_seen places of a row: those up to their own, (B or 1, 1, T, S)."""
-    return (torch.arange(n_seen, device=position_BT.device) <= position_BT[..., None])[:, None]
+def sees(position_AT, n_seen):
+    """The mask of queries at these positions over the first n_seen places of a row: those up to their own, (A or 1, 1, T, S)."""
+    return (torch.arange(n_seen, device=position_AT.device) <= position_AT[..., None])[:, None]
 
 
 class NoCache:
     """Training and full forwards: nothing is stored, a block's attention is causal over what is here."""
-    depth, outer_window = None, Window(None, None, None, 0, None, None)
+    depth, outer_window = None, Window(None, None, None, 0, 0, None)
 
     def open(self, B, T, n_new_B, device):
         return torch.arange(T, device=device)[None]
@@ -371,15 +411,14 @@ class KeptNoCache(NoCache):
     """NoCache for kv=share."""
 
     def __init__(self):
-        self.store, self.mask_B1TS, self.causal = {}, None, True
+        self.store = {}
 
     def arrive(self, step, who):
-        self.causal = step == 0
-        if step:
-            self.mask_B1TS = sees(who.position_BC, self.store[0][0].size(1))
+        rows = None if who.row_A is None else torch.tensor(who.row_A, dtype=torch.long, device=who.position_AC.device)
+        self.step_seat = (rows, sees(who.position_AC, self.store[0][0].size(1)), False) if step else (None, None, True)
 
     def core_seat(self, step, j):
-        return Kept(self.store, j, None if self.causal else self.mask_B1TS, self.causal)
+        return Kept(self.store.setdefault(j, []), *self.step_seat)
 
 
 class KVCache:
@@ -392,14 +431,13 @@ class KVCache:
         if n_places > cfg.block_size:
             raise ValueError(f"n_places={n_places} is more than block_size={cfg.block_size}, the positions that the model knows")
         self.cfg, self.n_rows, self.n_places, self.depth = cfg, n_rows, n_places, depth
-        self.length_B = [0] * n_rows
-        self.shape, self.dtype, self.device = (2, n_rows * n_places, cfg.kv_heads, cfg.head_width), dtype, device    # 2 P G K
-        self.outer = self.new_slots(cfg.n_prelude + cfg.n_coda)
-        self.core = self.new_slots(n_slots(cfg, depth))
+        self.length_B, self.dtype, self.device = [0] * n_rows, dtype, device
+        self.outer = [self.new_slot(n_places) for _ in range(cfg.n_prelude + cfg.n_coda)]
+        self.core = [self.new_slot(slot_places(cfg, slot, n_places)) for slot in range(n_slots(cfg, depth))]
 
-    def new_slots(self, n):
+    def new_slot(self, n_places):
         # zeros, not empty: a masked NaN would still poison the weighted sum of values
-        return [torch.zeros(self.shape, dtype=self.dtype, device=self.device) for _ in range(n)]
+        return torch.zeros(2, self.n_rows * n_places, self.cfg.kv_heads, self.cfg.head_width, dtype=self.dtype, device=self.device)
 
     def core_slot(self, step, j):
         return SLOTS[self.cfg.kv](self.cfg, step, j)
@@ -416,34 +454,36 @@ class KVCache:
         if B != self.n_rows or max(stop_B) > self.n_places:
             raise ValueError(f"the cache holds {self.n_rows} rows of {self.n_places} tokens, {max(start_B)} taken; "
                              f"{B} rows of {T} more do not fit; make a larger one")
-        self.length_B, self.outer_window = stop_B, self.window(start_B, n_new_B, T, device)
+        self.length_B, self.outer_window = stop_B, self.window(start_B, n_new_B, T, device, None, self.n_places)
         self.core_window = self.outer_window
-        return self.outer_window.position_BT
+        return self.outer_window.position_AT
 
-    def window(self, start_B, n_new_B, T, device):
-        """The places of T more tokens in rows that hold start_B, of which the first n_new_B are real, and what each sees."""
-        n_seen, level = max(n + new for n, new in zip(start_B, n_new_B)), len(set(start_B)) == 1
-        position_BT = torch.tensor(start_B[:1] if level else start_B, device=device)[:, None] + torch.arange(T, device=device)
-        place_BT = position_BT + self.n_places * torch.arange(len(start_B), device=device)[:, None]
-        real_BT = real_C = mask_B1TS = None
-        if min(n_new_B) < T:
-            real_BT = torch.arange(T, device=device) < torch.tensor(n_new_B, device=device)[:, None]
-            real_C = real_BT.flatten().nonzero().squeeze(1)
-        place_C = place_BT.flatten() if real_C is None else place_BT.flatten()[real_C]
-        if T > 1 or not level:
-            mask_B1TS = sees(position_BT, n_seen)
+    def window(self, start_A, n_new_A, T, device, row_A, n_places):
+        """The places of T more tokens in rows that hold start_A of n_places, of which the first n_new_A are real, and what each
+        sees. row_A: the rows that take part (None: all)."""
+        n_A, level = [n + new for n, new in zip(start_A, n_new_A)], len(set(start_A)) == 1
+        n_seen, row_n = max(n_A), None if row_A is None else list(zip(row_A, n_A))
+        position_AT = torch.tensor(start_A[:1] if level else start_A, device=device)[:, None] + torch.arange(T, device=device)
+        place_AT = position_AT + n_places * torch.tensor(range(len(n_A)) if row_A is None else row_A, device=device)[:, None]
+        real_AT = real_C = mask_A1TS = None
+        if min(n_new_A) < T:
+            real_AT = torch.arange(T, device=device) < torch.tensor(n_new_A, device=device)[:, None]
+            real_C = real_AT.flatten().nonzero().squeeze(1)
+        place_C = place_AT.flatten() if real_C is None else place_AT.flatten()[real_C]
+        if T > 1 or not (level or row_n):
+            mask_A1TS = sees(position_AT, n_seen)
         if real_C is not None:
-            position_BT = position_BT.clamp(max=self.n_places - 1)               # padding may stand beyond
-        return Window(place_C, real_C, mask_B1TS, n_seen, position_BT, real_BT)
+            position_AT = position_AT.clamp(max=self.n_places - 1)               # padding may stand beyond
+        return Window(place_C, real_C, mask_A1TS, n_seen, self.n_rows, row_n, position_AT, real_AT)
 
     def arrive(self, step, who):
         """The tokens of `who` go through a step: where every token does, their places are their positions."""
 
     def seat(self, i):
-        return Seat(self.outer[i], *self.outer_window[:4])
+        return Seat(self.outer[i], self.outer_window)
 
     def core_seat(self, step, j):
-        return Seat(self.core[self.core_slot(step, j)], *self.core_window[:4])
+        return Seat(self.core[self.core_slot(step, j)], self.core_window)
 
     def settle(self, step):
         """A step is over. Exact slots stay as they are."""
@@ -455,16 +495,32 @@ class KVCache:
 
 class ArrivalCache(KVCache):
     """`full` for routed models with kv=own: at step r a token takes the next free place of that step in its row, so a
-    row's slots hold what reached each step and no more."""
+    row's slots hold what reached each step and no more. They begin at the declared capacities and grow when more come."""
 
     def __init__(self, cfg, n_rows, n_places, depth, dtype=torch.float32, device="cpu"):
         super().__init__(cfg, n_rows, n_places, depth, dtype, device)
         self.arrived = [[0] * n_rows for _ in range(depth)]                      # per step and row
 
     def arrive(self, step, who):
-        n_new_B = [who.position_BC.size(1)] * self.n_rows if who.real_BC is None else who.real_BC.sum(1).tolist()
-        self.core_window = self.window(self.arrived[step], n_new_B, who.position_BC.size(1), who.position_BC.device)
-        self.arrived[step] = [n + new for n, new in zip(self.arrived[step], n_new_B)]
+        C, row_A = who.position_AC.size(1), who.row_A
+        rows = range(self.n_rows) if row_A is None else row_A
+        n_new_A = [C] * len(rows) if who.real_AC is None else who.real_AC.sum(1).tolist()
+        start_A, n_places = [self.arrived[step][row] for row in rows], self.core[self.core_slot(step, 0)].size(1) // self.n_rows
+        for row, new in zip(rows, n_new_A):
+            self.arrived[step][row] += new
+        if max(self.arrived[step]) > n_places:
+            n_places = self.grow(step, n_places)
+        self.core_window = self.window(start_A, n_new_A, C, who.position_AC.device, row_A, n_places)
+
+    def grow(self, step, n_places):
+        """Slots of `step` with a quarter more places than are needed now, and what is in the old ones."""
+        most = max(self.arrived[step])
+        n_more = min(self.n_places, most + most // 4)
+        for j in range(self.cfg.n_core):
+            slot, old = self.core_slot(step, j), self.core[self.core_slot(step, j)]
+            self.core[slot] = self.new_slot(n_more)
+            self.core[slot].view(2, self.n_rows, n_more, -1)[:, :, :n_places] = old.view(2, self.n_rows, n_places, -1)
+        return n_more
 
 
 class SharedCache(KVCache):
@@ -472,8 +528,10 @@ class SharedCache(KVCache):
 
     def arrive(self, step, who):
         if step:
-            n_seen = self.outer_window.n_seen
-            self.core_window = Window(None, None, sees(who.position_BC, n_seen), n_seen, who.position_BC, None)
+            n_seen, row_n = self.outer_window.n_seen, None if who.row_A is None else [(row, self.length_B[row]) for row in who.row_A]
+            newest = self.outer_window.position_AT.size(1) == 1 and (row_n is not None or len(set(self.length_B)) == 1)
+            mask_A1TS = None if newest else sees(who.position_AC, n_seen)        # the newest token of a row sees all of it
+            self.core_window = Window(None, None, mask_A1TS, n_seen, self.n_rows, row_n)
 
 
 class CompressedCache(KVCache):
@@ -484,7 +542,7 @@ class CompressedCache(KVCache):
 
     def __init__(self, full, how):
         vars(self).update(vars(full))                         # same rows, places, lengths and outer slots
-        self.core, self.fold = self.new_slots(self.cfg.n_core), FOLDS[how]
+        self.core, self.fold = [self.new_slot(self.n_places) for _ in range(self.cfg.n_core)], FOLDS[how]
         for step, row in enumerate(block_table(self.cfg, self.depth)):
             for j, block in enumerate(row):
                 self.core[block].copy_(self.fold(self.core[block], full.core[full.core_slot(step, j)], step))
@@ -508,9 +566,25 @@ class CompressedCache(KVCache):
             slot[:, self.core_window.place_C] = kept
 
 
+def half_kept(base, half):
+    """The cache `base` for kv=share_k (half 0) or share_v (1). It stores as much as own: each step's K beside each step's V."""
+
+    class Halves(base):
+        def arrive(self, step, who):
+            super().arrive(step, who)
+            self.who = who if step else None
+            self.store = self.store if step else {}
+
+        def core_seat(self, step, j):
+            return HalfKept(super().core_seat(step, j), self.store.setdefault(j, []), half, self.who)
+
+    return Halves
+
+
 # Which cache: by whose K/V a step attends to, and whether tokens are routed.
-NO_CACHES = {"own": NoCache, "share": KeptNoCache}
-CACHES = {("own", False): KVCache, ("own", True): ArrivalCache, ("share", False): SharedCache, ("share", True): SharedCache}
+NO_CACHES = {"own": NoCache, "share": KeptNoCache, "share_k": half_kept(NoCache, 0), "share_v": half_kept(NoCache, 1)}
+CACHES = {("own", False): KVCache, ("own", True): ArrivalCache, ("share", False): SharedCache, ("share", True): SharedCache,
+          **{(f"share_{half}", routed): half_kept(base, i) for i, half in enumerate("kv") for routed, base in ((False, KVCache), (True, ArrivalCache))}}
 
 # How a compressed slot takes up step r (from 0): what was kept, the new entry -> what is kept.
 FOLDS = {
@@ -523,15 +597,24 @@ FOLDS = {
 # --------------------------------------------------------------------------------------------- 4 attention, MLP, block
 
 
-def attend(q_BTHK, make, seat, dropout):
-    """Attention of T queries: causal over what is here without a seat, else over what the seat lets them see."""
-    if seat is None and flash_attn_func and q_BTHK.is_cuda and q_BTHK.dtype.itemsize == 2:
-        return flash_attn_func(q_BTHK, *make(), dropout_p=dropout, causal=True)
-    k_BSGK, v_BSGK = make() if seat is None else seat.exchange(q_BTHK.size(0), make)
-    mask_B1TS = None if seat is None else seat.mask_B1TS
+def attend(q_ATHK, make, seat, dropout):
+    """Attention of T queries: causal over what is here without a seat, else over what the seat lets them see. make: two
+    functions that make the new K and V."""
+    k_BSGK, v_BSGK = [part() for part in make] if seat is None else seat.exchange(make)
+    if seat is None or seat.row_n is None:
+        return weigh(q_ATHK, k_BSGK, v_BSGK, seat and seat.mask_A1TS, seat is None or seat.causal, dropout)
+    # Few rows of a cache: each reads its own entries where they lie.
+    masks = [None] * len(q_ATHK) if seat.mask_A1TS is None else seat.mask_A1TS.expand(len(q_ATHK), -1, -1, -1).split(1)
+    return torch.cat([weigh(q[None], k_BSGK[row, None, :n], v_BSGK[row, None, :n], mask if mask is None else mask[..., :n], False, dropout)
+                      for q, (row, n), mask in zip(q_ATHK, seat.row_n, masks)])
+
+
+def weigh(q_BTHK, k_BSGK, v_BSGK, mask_B1TS, causal, dropout):
+    if causal and flash_attn_func and q_BTHK.is_cuda and q_BTHK.dtype.itemsize == 2:
+        return flash_attn_func(q_BTHK, k_BSGK, v_BSGK, dropout_p=dropout, causal=True)
     q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
-    y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, dropout_p=dropout,
-                                            is_causal=seat is None or seat.causal, enable_gqa=q_BHTK.size(1) != k_BGSK.size(1))
+    y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, dropout_p=dropout, is_causal=causal,
+                                            enable_gqa=q_BHTK.size(1) != k_BGSK.size(1))
     return y_BHTK.transpose(1, 2)
 
 
@@ -550,7 +633,7 @@ class Attention(nn.Module):
     def forward(self, x_BTD, cos, sin, seat):
         B, T, D = x_BTD.shape
         q_BTHK = rotate(self.query(x_BTD).view(B, T, -1, self.head_width), cos, sin)
-        make = lambda: (rotate(self.key(x_BTD).view(B, T, -1, self.head_width), cos, sin), self.value(x_BTD).view(B, T, -1, self.head_width))
+        make = (lambda: rotate(self.key(x_BTD).view(B, T, -1, self.head_width), cos, sin), lambda: self.value(x_BTD).view(B, T, -1, self.head_width))
         y_BTHK = attend(q_BTHK, make, seat, self.dropout if self.training else 0.0)
         return self.output(y_BTHK.reshape(B, T, D))
 
@@ -638,13 +721,17 @@ SHARINGS = {
 }
 
 # Slot of the core's K and V at (step, j).
-SLOTS = {"own": lambda cfg, step, j: step * cfg.n_core + j,
-         "share": lambda cfg, step, j: j}
+OWN = lambda cfg, step, j: step * cfg.n_core + j  # noqa: E731
+SLOTS = {"own": OWN, "share": lambda cfg, step, j: j, "share_k": OWN, "share_v": OWN}
 
 
 def n_slots(cfg, depth):
     return len({SLOTS[cfg.kv](cfg, step, j) for step in range(depth) for j in range(cfg.n_core)})
 
+
+def slot_places(cfg, slot, n_tokens):
+    """Places per row of a slot for n_tokens: as many as the step's capacity lets in."""
+    return n_tokens if cfg.router == "none" or cfg.kv == "share" else max(1, int(cfg.capacities[slot // cfg.n_core] * n_tokens))
 
 
 def block_table(cfg, depth=None):
@@ -659,71 +746,99 @@ def block_table(cfg, depth=None):
 
 class Who(NamedTuple):
     """The tokens that go through the next step: where they stand, and what attention and the merge need of them."""
-    position_BC: torch.Tensor                  # original positions of the chosen, in order
+    position_AC: torch.Tensor                  # original positions of the chosen, in order
     cos: torch.Tensor | None
     sin: torch.Tensor | None
-    index_BC: torch.Tensor | None = None       # which of the B x T tokens, counted through; None: all of them
-    real_BC: torch.Tensor | None = None        # False: padding behind a row's last chosen token; None: all real
+    row_A: list | None = None                  # rows that have any, plain numbers; None: all of them
+    index_AC: torch.Tensor | None = None       # which of the B x T tokens, counted through; None: all of them
+    real_AC: torch.Tensor | None = None        # False: padding behind a row's last chosen token; None: all real
     choose: Callable | None = None             # expert-choice: topk or causal
-    threshold: float = 0.5
+    threshold: float = 0.0                     # as a logit
     depth: int | torch.Tensor = 0              # steps taken: a number for all, or (B, T, 1)
-    score_BC1: torch.Tensor | None = None      # the router's score of those who are in it
+    score_AC1: torch.Tensor | None = None      # the router's score of those who are in it
     wanted_BT1: torch.Tensor | None = None     # token-choice: the depth of every token, its score, and the state before step 0
     score_BT1: torch.Tensor | None = None
     e_BTD: torch.Tensor | None = None
-    losses: tuple = ()                         # the router's own terms
+    losses: dict = {}                          # the router's own terms, by name
 
     def take(self, x):
-        """Of x (B, T, any width) what belongs to the chosen, (B, C, width)."""
-        return x if self.index_BC is None else x.flatten(0, 1)[self.index_BC]
+        """Of x (B, T, any width) what belongs to the chosen, (A, C, width)."""
+        return x if self.index_AC is None else x.flatten(0, 1)[self.index_AC]
 
     def put(self, x, y):
-        """x (B, T, width) with y (B, C, width) in the places of the chosen; the others keep theirs, padding is dropped."""
-        if self.index_BC is None:
+        """x (B, T, width) with y (A, C, width) in the places of the chosen; the others keep theirs, padding is dropped."""
+        if self.index_AC is None:
             return y
-        index, new = (self.index_BC, y) if self.real_BC is None else (self.index_BC[self.real_BC], y[self.real_BC])
+        index, new = (self.index_AC, y) if self.real_AC is None else (self.index_AC[self.real_AC], y[self.real_AC])
         return x.flatten(0, 1).index_copy(0, index.flatten(), new.reshape(-1, *x.shape[2:]).to(x.dtype)).view(x.shape)
 
     def taken(self, B, T, step):
         """Steps taken by each token once these went through `step` of them."""
-        if self.index_BC is None:
+        if self.index_AC is None:
             return step
-        before = self.depth if torch.is_tensor(self.depth) else torch.full((B, T, 1), self.depth, device=self.index_BC.device)
-        return self.put(before, torch.full((*self.index_BC.shape, 1), step, device=self.index_BC.device))
+        before = self.depth if torch.is_tensor(self.depth) else torch.full((B, T, 1), self.depth, device=self.index_AC.device)
+        return self.put(before, torch.full((*self.index_AC.shape, 1), step, device=self.index_AC.device))
 
-    def pick(self, column_BM, real_BM, B, T):
-        """Only these columns of the chosen."""
-        device = column_BM.device
-        row_B1 = torch.arange(B, device=device)[:, None]
-        index_BC = torch.arange(B * T, device=device).view(B, T) if self.index_BC is None else self.index_BC
-        of = lambda x: None if x is None else x.expand(B, *x.shape[1:])[row_B1, column_BM]
-        return self._replace(position_BC=of(self.position_BC), cos=of(self.cos), sin=of(self.sin), index_BC=of(index_BC), real_BC=real_BM,
-                             score_BC1=of(self.score_BC1))
+    def pick(self, picked, B, T):
+        """Of these tokens those that compact() names."""
+        if picked is None:
+            return self
+        keep, column_LM, real_LM = picked
+        device = column_LM.device
+        n_rows = B if self.row_A is None else len(self.row_A)
+        rows_L1 = torch.tensor(range(n_rows) if keep is None else keep, dtype=torch.long, device=device)[:, None]
+        index_AC = torch.arange(B * T, device=device).view(B, T) if self.index_AC is None else self.index_AC
+        of = lambda x: x if x is None else x[0][column_LM] if len(x) == 1 else x[rows_L1, column_LM]           # one row for all
+        return self._replace(position_AC=of(self.position_AC), cos=of(self.cos), sin=of(self.sin), score_AC1=of(self.score_AC1),
+                             index_AC=index_AC[rows_L1, column_LM], real_AC=real_LM,
+                             row_A=self.row_A if keep is None else keep if self.row_A is None else [self.row_A[i] for i in keep])
+
+    def add(self, name, weight, loss):
+        return self._replace(losses={**self.losses, name: self.losses.get(name, 0.0) + weight * loss}) if weight else self
 
 
-def topk(logit_BC, k, threshold, real_BC):
-    """Columns of the k largest logits of each row, in order; ties go to the earlier token. Sees the whole row: not causal."""
-    return logit_BC.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(1).values, None
+def topk(by_AC, decided_AC, k, real_AC):
+    """The k that are first `by` the score of each row; ties go to the earlier token. Sees the whole row: not causal.
+    Returns who is chosen as a mask, and as pick() takes it. Its sizes are known beforehand."""
+    column_LM = by_AC.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
+    return torch.zeros_like(decided_AC).scatter(1, column_LM, True), (None, column_LM, None)
 
 
-def causal(logit_BC, k, threshold, real_BC):
-    """Columns of the tokens whose sigmoid(logit) reaches the threshold: each decides for itself."""
-    return compact(logit_BC.sigmoid() >= threshold, real_BC)
+def causal(by_AC, decided_AC, k, real_AC):
+    """Those who decided so, each for itself."""
+    return decided_AC, compact(decided_AC, real_AC)
 
 
 FORMS = {"topk": topk, "causal": causal}
 
 
-def compact(keep_BC, real_BC=None):
-    """(columns of what is kept and real, in order and padded to the longest row; which of them are real, None: all)."""
-    keep_BC = keep_BC if real_BC is None else keep_BC & real_BC
-    n_B = keep_BC.sum(1)
-    column_BM = (~keep_BC).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(n_B.max())]
-    real_BM = torch.arange(column_BM.size(1), device=n_B.device) < n_B[:, None]
-    return column_BM, None if bool(real_BM.all()) else real_BM
+def compact(keep_AC, real_AC=None):
+    """What is kept and real, as pick() takes it: (rows that have some, None: all; columns in order, padded to the longest
+    row; which of them are real, None: all). None: everything is."""
+    keep_AC = keep_AC if real_AC is None else keep_AC & real_AC
+    n_A, device = keep_AC.sum(1).tolist(), keep_AC.device
+    rows, n_L = None if all(n_A) else [i for i, n in enumerate(n_A) if n], [n for n in n_A if n]
+    least, most = min(n_L, default=0), max(n_L, default=0)
+    if rows is None and least == keep_AC.size(1):
+        return None
+    keep_LC = keep_AC if rows is None else keep_AC[rows]
+    column_LM = (~keep_LC).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+    real_LM = None if least == most else torch.arange(most, device=device) < torch.tensor(n_L, device=device)[:, None]
+    return rows, column_LM, real_LM
 
 
-SCORES = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda x: x, "softmax": lambda x: x.softmax(-1)}
+def as_logit(p):
+    """The logit whose sigmoid is p: -inf at 0, inf at 1."""
+    return math.log(p / (1 - p)) if 0 < p < 1 else math.copysign(math.inf, p - 0.5)
+
+
+def lot(position_AC, step):
+    """A number in [0, 1) for each position and step that looks like chance and is always the same."""
+    x_AC = torch.sin(position_AC.double() * 12.9898 + step * 78.233) * 43758.5453
+    return x_AC - x_AC.floor()
+
+
+SCORES = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda x: x, "add": torch.ones_like, "softmax": lambda x: x.softmax(-1)}
 
 
 class RouterUnit(nn.Module):
@@ -731,21 +846,29 @@ class RouterUnit(nn.Module):
 
     def __init__(self, cfg, n_out):
         super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(n, m, bias=False) for n, m in self.shapes(cfg, n_out))
+
+    @staticmethod
+    def shapes(cfg, n_out):
+        """(in, out) of its matrices."""
         width = cfg.router_width or 2 * cfg.n_embd
-        self.layers = nn.ModuleList([nn.Linear(cfg.n_embd, n_out, bias=False)] if cfg.router_kind == "linear" else
-                                    [nn.Linear(cfg.n_embd, width, bias=False), nn.Linear(width, n_out, bias=False)])
+        return [(cfg.n_embd, n_out)] if cfg.router_kind == "linear" else [(cfg.n_embd, width), (width, n_out)]
 
     @staticmethod
     def flops(cfg, n_out):
-        width = cfg.router_width or 2 * cfg.n_embd
-        return 2 * cfg.n_embd * n_out if cfg.router_kind == "linear" else 2 * width * (cfg.n_embd + n_out)
+        return sum(2 * n * m for n, m in RouterUnit.shapes(cfg, n_out))
 
-    def forward(self, h_BCD):
-        with contextlib.nullcontext() if h_BCD.is_meta else torch.autocast(h_BCD.device.type, enabled=False):
-            x = at_least_fp32(h_BCD)
+    def forward(self, h_ACD):
+        with contextlib.nullcontext() if h_ACD.is_meta else torch.autocast(h_ACD.device.type, enabled=False):
+            x = at_least_fp32(h_ACD)
             for i, layer in enumerate(self.layers):
                 x = F.linear(F.gelu(x) if i else x, at_least_fp32(layer.weight))
             return x
+
+
+def z_loss(logits):
+    """Mean squared logsumexp over the last axis  [MoR, z-loss]."""
+    return logits.logsumexp(-1).square().mean()
 
 
 class NoRouter(nn.Module):
@@ -756,8 +879,8 @@ class NoRouter(nn.Module):
 
     @staticmethod
     def flops(cfg):
-        """FLOPs per token of the router: (once per forward, at every step for each token that is scored)."""
-        return 0, 0
+        """FLOPs per token of the router: (once per forward, step -> those for each token that is asked about it)."""
+        return 0, lambda step: 0
 
     def enter(self, e_BTD, who, depth):
         return who
@@ -765,8 +888,28 @@ class NoRouter(nn.Module):
     def narrow(self, h_BTD, who, step):
         return who._replace(depth=step)
 
-    def merge(self, h_BCD, y_BCD, write, who, step):
-        return write(h_BCD, y_BCD)
+    def merge(self, h_ACD, y_ACD, write, who, step):
+        return write(h_ACD, y_ACD)
+
+    def warm(self, extra):
+        """Expert-choice: how much of what a capacity leaves out is let in all the same, in training; 1 = all, 0 = none."""
+
+    def rebalance(self, load_R, rate):
+        """Token-choice with balance by bias: after an optimizer step in which load_R tokens chose depth 1..R."""
+
+
+def by_lot(router, logit_AC, x_ACD, who, step):
+    shares = [1.0, *router.cfg.capacities]
+    luck_AC = shares[step + 1] / shares[step] - lot(who.position_AC, step).expand(logit_AC.shape)
+    return luck_AC, luck_AC
+
+
+# Expert-choice: what top-k goes by, and whose sign decides outside training: two (A, C) from the step's router and the state.
+JUDGES = {
+    "score": lambda router, logit_AC, x_ACD, who, step: (logit_AC, logit_AC),
+    "aux": lambda router, logit_AC, x_ACD, who, step: (logit_AC, router.aux_units[step](x_ACD.detach())[..., 0]),
+    "random": by_lot,
+}
 
 
 class Expert(NoRouter):
@@ -775,18 +918,30 @@ class Expert(NoRouter):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.cfg, self.score = cfg, SCORES[cfg.router_score or "sigmoid"]
-        self.alpha = (1.0 if cfg.update == "gate" else 0.1) if cfg.router_alpha is None else cfg.router_alpha
+        self.cfg, self.extra, self.score = cfg, 0.0, SCORES[cfg.router_score or "sigmoid"]
+        whole = cfg.update == "gate" or cfg.router_score == "add"
+        self.alpha = (1.0 if whole else 0.1) if cfg.router_alpha is None else cfg.router_alpha
         self.blend = {"gate": lambda h, y, s, write: h + s * (write(h, y) - h)}.get(cfg.update, lambda h, y, s, write: h + s * y)
+        self.judge = JUDGES["aux" if cfg.aux_router else cfg.router_choice]
         self.units = nn.ModuleList(RouterUnit(cfg, 1) for _ in range(cfg.n_recur))
+        self.aux_units = nn.ModuleList(RouterUnit(cfg, 1) if share < 1 else nn.Identity() for share in cfg.capacities if cfg.aux_router)
+
+    @property
+    def deciding(self):
+        """The routers whose logits decide outside training, one per step."""
+        return self.aux_units or self.units
 
     @staticmethod
     def flops(cfg):
-        return 0, RouterUnit.flops(cfg, 1)
+        unit = RouterUnit.flops(cfg, 1)
+        return 0, lambda step: unit * (2 if cfg.aux_router and cfg.capacities[step] < 1 else 1)
+
+    def warm(self, extra):
+        self.extra = extra
 
     def enter(self, e_BTD, who, depth):
-        if torch.is_grad_enabled():       # a shallow pass asks few routers: all have a gradient, or ranks would wait for the others'
-            who = who._replace(losses=(0.0 * sum(p.sum() for p in self.parameters()),))
+        if self.training:                 # a shallow pass asks few routers: all have a gradient, or ranks would wait for the others'
+            who = who.add("router", 1.0, sum(0.0 * p.sum() for p in self.parameters()))
         return self.narrow(e_BTD, who, 0)
 
     def narrow(self, h_BTD, who, step):
@@ -794,18 +949,22 @@ class Expert(NoRouter):
         who = who._replace(depth=who.taken(B, T, step))
         if step == self.cfg.n_recur:
             return who
-        logit_BC1, share = self.units[step](who.take(h_BTD)), self.cfg.capacities[step]
-        score_BC1 = self.alpha * self.score(logit_BC1)
+        x_ACD, share = who.take(h_BTD), self.cfg.capacities[step]
+        logit_AC1 = self.units[step](x_ACD)
+        who = who._replace(score_AC1=self.alpha * self.score(logit_AC1))
+        share = share + (1 - share) * self.extra * self.training
         if share >= 1:
-            return who._replace(score_BC1=score_BC1)
-        logit_BC = logit_BC1[..., 0]
-        column_BM, real_BM = who.choose(logit_BC, min(logit_BC.size(1), max(1, int(share * T))), who.threshold, who.real_BC)
-        chosen_BC = torch.zeros_like(logit_BC).scatter(1, column_BM, 1.0)
-        losses = (*who.losses, F.binary_cross_entropy_with_logits(logit_BC, chosen_BC))       # [MoR, aux loss]
-        return who._replace(score_BC1=score_BC1, losses=losses).pick(column_BM, real_BM, B, T)
+            return who
+        by_AC, judge_AC = self.judge(self, logit_AC1[..., 0], x_ACD, who, step)
+        decided_AC = judge_AC >= who.threshold
+        chosen_AC, picked = who.choose(by_AC, decided_AC, min(by_AC.size(1), max(1, int(share * T))), who.real_AC)
+        if self.training:
+            aux = F.binary_cross_entropy_with_logits(judge_AC, chosen_AC.to(judge_AC.dtype))                     # [MoR, aux loss]
+            who = who.add("router", self.cfg.router_weight, aux).add("router_z", self.cfg.z_weight, z_loss(logit_AC1))
+        return who.pick(picked, B, T)
 
-    def merge(self, h_BCD, y_BCD, write, who, step):
-        return self.blend(h_BCD, y_BCD, who.score_BC1.to(h_BCD.dtype), write)
+    def merge(self, h_ACD, y_ACD, write, who, step):
+        return self.blend(h_ACD, y_ACD, who.score_AC1.to(h_ACD.dtype), write)
 
 
 class Token(NoRouter):
@@ -816,27 +975,36 @@ class Token(NoRouter):
         super().__init__(cfg)
         self.cfg, self.score = cfg, SCORES[cfg.router_score or "softmax"]
         self.alpha, self.unit = 1.0 if cfg.router_alpha is None else cfg.router_alpha, RouterUnit(cfg, cfg.n_recur)
+        self.biased = cfg.router_balance == "bias"            # else the bias stays 0, and the balancing loss has a weight
+        self.balance_weight = 0.0 if self.biased else cfg.router_weight
+        self.register_buffer("bias_R", torch.zeros(cfg.n_recur), persistent=self.biased)
 
     @staticmethod
     def flops(cfg):
-        return RouterUnit.flops(cfg, cfg.n_recur), 0
+        return RouterUnit.flops(cfg, cfg.n_recur), lambda step: 0
+
+    def rebalance(self, load_R, rate):
+        bias_R, few_R = self.bias_R, torch.sign(load_R.double().mean() - load_R)          # [Wang et al. 2024, loss-free balancing]
+        bias_R += self.biased * rate * few_R.to(bias_R)
 
     def enter(self, e_BTD, who, depth):
-        p_BTR = self.score(self.unit(e_BTD))
-        best_BT1 = p_BTR.argmax(-1, keepdim=True)
-        share_BR = F.one_hot(best_BT1[..., 0], self.cfg.n_recur).to(p_BTR.dtype).mean(1)
-        balance = self.cfg.n_recur * (share_BR * p_BTR.mean(1)).sum(-1).mean()   # N sum_i f_i P_i, per sequence  [MoR, balancing loss]
-        return who._replace(wanted_BT1=(best_BT1 + 1).clamp(max=depth), score_BT1=self.alpha * p_BTR.gather(-1, best_BT1), e_BTD=e_BTD,
-                            losses=(balance,))
+        logit_BTR = self.unit(e_BTD)
+        p_BTR = self.score(logit_BTR)
+        best_BT1 = (p_BTR + self.bias_R).argmax(-1, keepdim=True)                # the bias is for the choice alone
+        if self.training:
+            share_BR = F.one_hot(best_BT1[..., 0], self.cfg.n_recur).to(p_BTR.dtype).mean(1)
+            balance = self.cfg.n_recur * (share_BR * p_BTR.mean(1)).sum(-1).mean()   # N sum_i f_i P_i, per sequence  [MoR, balancing loss]
+            who = who.add("router", self.balance_weight, balance).add("router_z", self.cfg.z_weight, z_loss(logit_BTR))
+        return who._replace(wanted_BT1=(best_BT1 + 1).clamp(max=depth), score_BT1=self.alpha * p_BTR.gather(-1, best_BT1), e_BTD=e_BTD)
 
     def narrow(self, h_BTD, who, step):
         B, T, _ = h_BTD.shape
         who = who._replace(depth=who.taken(B, T, step))
-        return who.pick(*compact(who.take(who.wanted_BT1)[..., 0] > step, who.real_BC), B, T)
+        return who.pick(compact(who.take(who.wanted_BT1)[..., 0] > step, who.real_AC), B, T)
 
-    def merge(self, h_BCD, y_BCD, write, who, step):
-        last_BC1 = who.take(who.wanted_BT1) == step + 1
-        return torch.where(last_BC1, who.take(who.e_BTD) + who.take(who.score_BT1).to(h_BCD.dtype) * y_BCD, y_BCD)
+    def merge(self, h_ACD, y_ACD, write, who, step):
+        last_AC1 = who.take(who.wanted_BT1) == step + 1
+        return torch.where(last_AC1, who.take(who.e_BTD) + who.take(who.score_BT1).to(h_ACD.dtype) * y_ACD, y_ACD)
 
 
 ROUTERS = {"none": NoRouter, "expert": Expert, "token": Token}
@@ -991,16 +1159,16 @@ class Recursion(nn.Module):
 
     def step(self, h_BTD, anchor, who, step, noise, cache):
         """One pass of the core for those who are in it: read -> core -> write -> who continues?"""
-        if not who.position_BC.size(1):                       # nobody is
+        if not who.position_AC.numel():                       # nobody is
             return h_BTD, who
-        h_BCD, chosen_anchor = who.take(h_BTD), anchor if who.index_BC is None else [who.take(x_BTD) for x_BTD in anchor]
-        x_BCD = self.update.read(noise.on_state(h_BCD, step), chosen_anchor)
+        h_ACD, chosen_anchor = who.take(h_BTD), anchor if who.index_AC is None else [who.take(x_BTD) for x_BTD in anchor]
+        x_ACD = self.update.read(noise.on_state(h_ACD, step), chosen_anchor)
         cache.arrive(step, who)
         for j in range(len(self.core)):
-            x_BCD = self.core[self.block_at(step, j, self.cfg)](x_BCD, who.cos, who.sin, cache.core_seat(step, j))
+            x_ACD = self.core[self.block_at(step, j, self.cfg)](x_ACD, who.cos, who.sin, cache.core_seat(step, j))
         cache.settle(step)
-        write = lambda h_BCD, y_BCD: self.update.write(h_BCD, y_BCD, chosen_anchor, noise.on_gate(h_BCD, step))
-        h_BTD = who.put(h_BTD, self.router.merge(h_BCD, x_BCD, write, who, step))
+        write = lambda h_ACD, y_ACD: self.update.write(h_ACD, y_ACD, chosen_anchor, noise.on_gate(h_ACD, step))
+        h_BTD = who.put(h_BTD, self.router.merge(h_ACD, x_ACD, write, who, step))
         return h_BTD, self.router.narrow(h_BTD, who, step + 1)
 
 
@@ -1060,6 +1228,11 @@ class Output(NamedTuple):
     depth_BT: torch.Tensor               # how many steps each token took
 
 
+def steps_taken(who, ids_BT):
+    """How many steps each token took, (B, T)."""
+    return who.depth[..., 0] if torch.is_tensor(who.depth) else torch.full_like(ids_BT, who.depth)
+
+
 class GPT(nn.Module):
     """The whole model. start, step and finish are the only places where a token is computed: training, evaluation and
     cached decoding all run them."""
@@ -1081,8 +1254,8 @@ class GPT(nn.Module):
     def start(self, ids_BT, cache, n_new_B=None, routing="causal", threshold=None):
         """Embed and run the prelude. Returns the state h, the anchor e (equal at first) and who goes on."""
         position_BT = cache.open(*ids_BT.shape, n_new_B, ids_BT.device)
-        who = Who(position_BT, *self.positions.tables(position_BT), real_BC=cache.outer_window.real_BT, choose=FORMS[routing],
-                  threshold=self.cfg.threshold if threshold is None else threshold)
+        who = Who(position_BT, *self.positions.tables(position_BT), real_AC=cache.outer_window.real_AT, choose=FORMS[routing],
+                  threshold=as_logit(self.cfg.threshold if threshold is None else threshold))
         h_BTD = self.dropout(self.positions.add(self.embed(ids_BT), position_BT))
         for i, block in enumerate(self.prelude):
             h_BTD = block(h_BTD, who.cos, who.sin, cache.seat(i))
@@ -1125,18 +1298,17 @@ class GPT(nn.Module):
         loss, losses = None, {}
         if targets_BT is not None:
             losses = LOSSES[self.cfg.loss](x_BTD, self.embed.weight, logits_BTV, targets_BT)
-            if who.losses:
-                losses["router"] = self.cfg.router_weight * sum(who.losses)
+            losses |= who.losses
             loss = sum(losses.values()) if self.training else losses["ce"]
-        depth_BT = who.depth[..., 0] if torch.is_tensor(who.depth) else torch.full_like(ids_BT, who.depth)
-        return Output(logits_BTV, loss, losses, depth_BT)
+        return Output(logits_BTV, loss, losses, steps_taken(who, ids_BT))
 
     @torch.inference_mode()
     def feed(self, ids_BT, cache, depth=None, n_new_B=None, every=False, threshold=None):
         """Decode: take up the next tokens of each row with a cache (room 3), which remembers them.
 
         ids (B, T), the first n_new_B[b] of row b real and the rest padding (None: all real). depth: None = the cache's.
-        Returns logits after each row's last real token, (B, 1, V); with every=True after all T, (B, T, V)."""
+        Returns logits after each row's last real token, (B, 1, V); with every=True after all T, (B, T, V). The steps that each
+        token took are in cache.taken_BT."""
         depth = self.check_depth(cache.depth if depth is None else depth)
         if cache.depth not in (None, depth):
             raise ValueError(f"depth={depth}, but the cache was made for depth {cache.depth}; make another one")
@@ -1145,7 +1317,8 @@ class GPT(nn.Module):
             last_B = [n - 1 for n in n_new_B or [ids_BT.size(1)] * ids_BT.size(0)]
             pick = (torch.arange(len(last_B), device=ids_BT.device)[:, None], torch.tensor(last_B, device=ids_BT.device)[:, None])
         h_BTD, e_BTD, outer = self.start(ids_BT, cache, n_new_B, threshold=threshold)
-        h_BTD, _ = self.recursion(h_BTD, e_BTD, outer, depth, Silence(), cache)
+        h_BTD, who = self.recursion(h_BTD, e_BTD, outer, depth, Silence(), cache)
+        cache.taken_BT = steps_taken(who, ids_BT)
         return self.head(self.finish(h_BTD, outer, cache, pick))
 
     def check_depth(self, depth):
@@ -1179,6 +1352,8 @@ class GPT(nn.Module):
                 nn.init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 nn.init.zeros_(module.bias)
+            for buffer in module.buffers(recurse=False):      # the balancing bias of a token-choice router
+                nn.init.zeros_(buffer)
         if self.cfg.block == "gpt2":
             for block in self.blocks():
                 for linear in (block.attention.output, block.mlp.down):
@@ -1250,10 +1425,11 @@ def sample(logits_BV, temperature=1.0, top_k=None, top_p=None, generator=None):
 
 @torch.inference_mode()
 def stream(model, rows, max_new_tokens, temperature=1.0, top_k=None, top_p=None, depth=None, cache="full", use_cache=True,
-           generator=None, threshold=None):
+           generator=None, threshold=None, taken=None):
     """Yield the next token of every row (a list of ints), max_new_tokens times. rows: lists of token ids, any lengths.
 
-    In evaluation mode while it runs. With use_cache=False every token reads its whole context again."""
+    In evaluation mode while it runs. With use_cache=False every token reads its whole context again. taken: a list with a
+    list for each row, which grows by the steps that each token took once it is read; the last one drawn never is."""
     check_sampling(temperature, top_k, top_p)
     model.cfg.check_cache(cache)
     depth, device, was_training = model.check_depth(depth), model.embed.weight.device, model.training
@@ -1274,6 +1450,9 @@ def stream(model, rows, max_new_tokens, temperature=1.0, top_k=None, top_p=None,
                 store = make_cache(model, len(rows), n_places, depth) if use_cache else NO_CACHES[model.cfg.kv]()
             ids_BT = torch.tensor([row + [0] * (max(map(len, fed)) - len(row)) for row in fed], device=device)
             logits_BV = model.feed(ids_BT, store, depth, [len(row) for row in fed], False, threshold)[:, 0]
+            for known, prompt, row, steps in zip(taken, rows, fed, store.taken_BT.tolist()) if taken is not None else ():
+                n_new = len(prompt) + i - len(known)                             # None: dropped before it was read
+                known += [None] * (n_new - len(row)) + steps[: len(row)][-n_new:]
             if fresh:
                 store = store.compress(cache) if use_cache else None
             next_B = sample(logits_BV, temperature, top_k, top_p, generator)
@@ -1306,9 +1485,10 @@ def count_params(cfg, embeddings=True):
     return sum(p.numel() for p in model.parameters()) - left_out
 
 
-def block_flops(cfg, keys, makes_kv=True):
-    """FLOPs per token of one block whose queries see `keys` keys: 2 per weight, 4 D per key (scores and sum)."""
-    D, kv = cfg.n_embd, cfg.kv_heads * cfg.head_width * makes_kv
+def block_flops(cfg, keys, made=1):
+    """FLOPs per token of one block whose queries see `keys` keys: 2 per weight, 4 D per key (scores and sum). made: how much
+    of its K and V it makes."""
+    D, kv = cfg.n_embd, cfg.kv_heads * cfg.head_width * made
     return 2 * (2 * D * D + 2 * D * kv + KINDS[cfg.block].matrices * D * cfg.ffn_width) + 4 * D * keys
 
 
@@ -1328,14 +1508,15 @@ def core_flops(cfg, seq_len, depth, whole):
     """The loop's blocks: a step's queries see half of those who take it, with kv=share half of all."""
     share = step_shares(cfg, seq_len, whole)
     keys = lambda step: seq_len / 2 if cfg.kv == "share" else share(step) * seq_len / 2
-    return over_steps(depth, lambda step: share(step) * cfg.n_core * block_flops(cfg, keys(step), cfg.kv == "own" or step == 0))
+    made = {"own": 1, "share": 0, "share_k": 0.5, "share_v": 0.5}[cfg.kv]            # of K and V, after step 0
+    return over_steps(depth, lambda step: share(step) * cfg.n_core * block_flops(cfg, keys(step), made if step else 1))
 
 
 def exact_flops(cfg, seq_len, depth):
     once, per_step = UPDATES[cfg.update].flops(cfg)
     share, outer = step_shares(cfg, seq_len, int), (cfg.n_prelude + cfg.n_coda) * block_flops(cfg, seq_len / 2)
     router_once, router_step = ROUTERS[cfg.router].flops(cfg)
-    scored = over_steps(depth, lambda step: share(max(0, step - 1)) * router_step)          # by those who took the step before
+    scored = over_steps(depth, lambda step: share(max(0, step - 1)) * router_step(step))                # by those who took the step before
     core = core_flops(cfg, seq_len, depth, int) + over_steps(depth, lambda step: share(step) * per_step)
     return outer + core + once + router_once + scored + 2 * cfg.vocab_size * cfg.n_embd
 
@@ -1357,20 +1538,23 @@ FLOPS = {"exact": exact_flops, "paper": paper_flops, "grt": grt_flops}
 def count_kv_bytes(cfg, seq_len, batch_size, dtype, cache="full", depth=None):
     cfg.check_cache(cache)
     depth = cfg.n_recur if depth is None else depth
-    core = n_slots(cfg, depth) if cache == "full" else cfg.n_core
+    core = sum(slot_places(cfg, slot, seq_len) for slot in range(n_slots(cfg, depth))) if cache == "full" else cfg.n_core * seq_len
     scratch = cfg.n_core if cache in ("first", "mean") else 0
-    entries = (cfg.n_prelude + cfg.n_coda + core) * seq_len + scratch
+    entries = (cfg.n_prelude + cfg.n_coda) * seq_len + core + scratch
     return 2 * batch_size * entries * cfg.kv_heads * cfg.head_width * dtype.itemsize
 
 
 # --------------------------------------------------------------------------------------------------- 11 optimizer groups
 
 
-def param_groups(model, weight_decay):
-    """AdamW's groups: matrices and tables decay; norms and biases (fewer than two axes) do not."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    return [{"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}]
+def param_groups(model, weight_decay, aux_lr_scale=1.0):
+    """AdamW's groups: matrices and tables decay; norms and biases (fewer than two axes) do not; then the auxiliary routers,
+    if there are any, whose learning rate is aux_lr_scale times the others'."""
+    params = [(p, ".aux_units." in name) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [{"params": [p for p, aux in params if not aux and p.dim() >= 2], "weight_decay": weight_decay, "lr_scale": 1.0},
+              {"params": [p for p, aux in params if not aux and p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
+              {"params": [p for p, aux in params if aux], "weight_decay": weight_decay, "lr_scale": aux_lr_scale}]
+    return [group for i, group in enumerate(groups) if i < 2 or group["params"]]
 
 
 # ------------------------------------------------------------------------------------------------- python model.py [CONFIG]

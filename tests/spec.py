@@ -39,7 +39,7 @@ class Sequence:
         entries = {}                                                             # this token's (k, v) by step and block
         self.taken = 0                                                           # steps that this token has taken
         for step in range(self.depth):
-            if not self.goes_on(step, h, e):
+            if not self.goes_on(step, h, e, position):
                 break
             x = self.read(h + self.state_noise(step, position), e)
             for j in range(cfg.n_core):
@@ -94,18 +94,26 @@ class Sequence:
 
     # ---- routers, outside training: a token decides for itself, once it is there
 
-    def goes_on(self, step, h, e):
+    def goes_on(self, step, h, e, position):
         """Whether this token takes the next step; once out it stays out."""
         cfg = self.cfg
         if cfg.router == "expert":
-            self.logit = self.router(f"recursion.router.units.{step}", h)[0]
-            share = cfg.capacity[step] if cfg.capacity else (cfg.n_recur - step) / cfg.n_recur
-            return share >= 1 or torch.sigmoid(self.logit) >= cfg.threshold
+            shares = cfg.capacity or [(cfg.n_recur - r) / cfg.n_recur for r in range(cfg.n_recur)]
+            decides = self.logit = self.router(f"recursion.router.units.{step}", h)[0]
+            if shares[step] >= 1:
+                return True
+            if cfg.aux_router:
+                decides = self.router(f"recursion.router.aux_units.{step}", h)[0]
+            if cfg.router_choice == "random":
+                x = math.sin(position * 12.9898 + step * 78.233) * 43758.5453
+                decides = torch.tensor(shares[step] / shares[step - 1] - (x - math.floor(x)))
+            return torch.sigmoid(decides) >= cfg.threshold
         if cfg.router == "token":
             if step == 0:
                 logits = self.router("recursion.router.unit", e)
                 p = logits.softmax(0) if cfg.router_score in (None, "softmax") else torch.sigmoid(logits)
-                self.chosen, self.p = int(p.argmax()) + 1, p.max() * (1.0 if cfg.router_alpha is None else cfg.router_alpha)
+                best = int((p + self.weights.get("recursion.router.bias_R", 0.0)).argmax())
+                self.chosen, self.p = best + 1, p[best] * (1.0 if cfg.router_alpha is None else cfg.router_alpha)
             return step < self.chosen
         return True
 
@@ -113,8 +121,8 @@ class Sequence:
         """The state after a step: y is the core's output, written what the update alone would leave."""
         cfg = self.cfg
         if cfg.router == "expert":
-            score = {None: torch.sigmoid, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda z: z}[cfg.router_score](self.logit)
-            alpha = cfg.router_alpha if cfg.router_alpha is not None else 1.0 if cfg.update == "gate" else 0.1
+            score = {None: torch.sigmoid, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda z: z, "add": lambda z: 1.0}[cfg.router_score](self.logit)
+            alpha = cfg.router_alpha if cfg.router_alpha is not None else 1.0 if cfg.update == "gate" or cfg.router_score == "add" else 0.1
             return h + alpha * score * (written - h) if cfg.update == "gate" else h + alpha * score * y
         if cfg.router == "token":
             return e + self.p * y if step + 1 == min(self.chosen, self.depth) else y
@@ -138,6 +146,9 @@ class Sequence:
             q, k = ([rotate(head, position, self.cfg.rope_theta) for head in heads] for heads in (q, k))
         shares = self.cfg.kv == "share" and isinstance(place[0], int) and place[0] > 0
         memory = self.memory.setdefault((0, place[1]) if shares else place, [])
+        if self.cfg.kv in ("share_k", "share_v") and isinstance(place[0], int) and place[0] > 0:
+            first_k, first_v = self.memory[0, place[1]][-1]                      # what this token made at step 0
+            k, v = (first_k, v) if self.cfg.kv == "share_k" else (k, first_v)
         if not shares:                                                           # kv=share: made at step 0, read at every step
             memory.append((k, v))
         y = []

@@ -22,24 +22,24 @@ SOURCE = (Path(__file__).parent.parent / "model.py").read_text(encoding="utf-8")
 MUTANTS = {
     # ---- attention
     "the causal mask is off": (
-        "is_causal=seat is None or seat.causal",
-        "is_causal=False",
+        "seat is None or seat.causal, dropout)",
+        "False, dropout)",
         "test_model::test_a_token_changes_nothing_before_it"),
     "a cached query sees one token ahead": (
-        "position_BT.device) <= position_BT[..., None]",
-        "position_BT.device) <= position_BT[..., None] + 1",
+        "position_AT.device) <= position_AT[..., None]",
+        "position_AT.device) <= position_AT[..., None] + 1",
         "test_cache::test_a_prompt_fed_in_pieces_gives_the_same_logits"),
     "a cached query does not see itself": (
-        "position_BT.device) <= position_BT[..., None]",
-        "position_BT.device) < position_BT[..., None].clamp(min=1)",
+        "position_AT.device) <= position_AT[..., None]",
+        "position_AT.device) < position_AT[..., None].clamp(min=1)",
         "test_cache::test_a_few_new_tokens_see_all_ten_stored_ones"),
     "rows of other lengths see each other's padding": (
-        "if T > 1 or not level:",
+        "if T > 1 or not (level or row_n):",
         "if T > 1:",
         "test_cache::test_cached_logits_equal_the_full_forward"),
     "RoPE begins again with every piece": (
-        "*self.positions.tables(position_BT), real_BC",
-        "*self.positions.tables(position_BT - position_BT[:, :1]), real_BC",
+        "*self.positions.tables(position_BT), real_AC",
+        "*self.positions.tables(position_BT - position_BT[:, :1]), real_AC",
         "test_cache::test_a_prompt_fed_in_pieces_gives_the_same_logits"),
     "RoPE turns the other way": (
         "[-turn for turn in turns] + turns",
@@ -72,8 +72,8 @@ MUTANTS = {
         "torch.lerp(h_BTD.to(g_BTD.dtype), y_BTD.to(g_BTD.dtype), g_BTD)",
         "test_model::test_a_gate_forced_open_keeps_the_state_at_any_depth"),
     "the gate adds a residual": (
-        "chosen_anchor, noise.on_gate(h_BCD, step))",
-        "chosen_anchor, noise.on_gate(h_BCD, step)) + h_BCD",
+        "chosen_anchor, noise.on_gate(h_ACD, step))",
+        "chosen_anchor, noise.on_gate(h_ACD, step)) + h_ACD",
         "test_model::test_logits_equal_the_specification"),
     "LN_c is left out": (
         "self.joint_norm(torch.cat((self.state_norm(h_BTD), e_BTD), -1))",
@@ -96,8 +96,8 @@ MUTANTS = {
         "Block(cfg) for _ in range(cfg.n_core * cfg.n_recur)",
         "test_model::test_sharing_is_by_construction_and_survives_loading_moving_and_copying"),
     "every step runs a copy": (
-        "x_BCD = self.core[self.block_at(step, j, self.cfg)](",
-        "x_BCD = __import__('copy').deepcopy(self.core[self.block_at(step, j, self.cfg)])(",
+        "x_ACD = self.core[self.block_at(step, j, self.cfg)](",
+        "x_ACD = __import__('copy').deepcopy(self.core[self.block_at(step, j, self.cfg)])(",
         "test_model::test_every_parameter_learns"),
     "the head is untied": (
         "self.embed.weight)\n\n    # ---- public",
@@ -119,12 +119,12 @@ MUTANTS = {
         "depth, Noise(self.cfg, 0), cache)",
         "test_cache::test_two_hundred_written_tokens_saw_the_logits_of_the_full_forward"),
     "no noise in training": (
-        "self.update.read(noise.on_state(h_BCD, step), chosen_anchor)",
-        "self.update.read(h_BCD, chosen_anchor)",
+        "self.update.read(noise.on_state(h_ACD, step), chosen_anchor)",
+        "self.update.read(h_ACD, chosen_anchor)",
         "test_model::test_noise_enters_where_the_specification_says"),
     "the gate sees the noise": (
-        "self.update.read(noise.on_state(h_BCD, step), chosen_anchor)",
-        "self.update.read(h_BCD := noise.on_state(h_BCD, step), chosen_anchor)",
+        "self.update.read(noise.on_state(h_ACD, step), chosen_anchor)",
+        "self.update.read(h_ACD := noise.on_state(h_ACD, step), chosen_anchor)",
         "test_model::test_noise_enters_where_the_specification_says"),
     "gate noise differs by feature": (
         "(*h_BTD.shape[:2], 1), self.gate_std",
@@ -188,35 +188,75 @@ MUTANTS = {
     # ---- routers
     "capacities are of those who are left": (
         "int(share * T)",
-        "int(share * logit_BC.size(1))",
+        "int(share * by_AC.size(1))",
         "test_routing::test_training_takes_the_capacities_of_the_full_length_each_set_inside_the_last"),
     "the chosen are not put in order": (
         ".indices[:, :k].sort(1).values",
         ".indices[:, :k]",
         "test_routing::test_the_gathered_pass_equals_a_dense_one_that_masks"),
     "chosen tokens begin again at position 0": (
-        "position_BC=of(self.position_BC), cos=of(self.cos), sin=of(self.sin)",
-        "position_BC=of(self.position_BC), cos=self.cos if self.cos is None else self.cos[:, : column_BM.size(1)], sin=self.sin if self.sin is None else self.sin[:, : column_BM.size(1)]",
+        "position_AC=of(self.position_AC), cos=of(self.cos), sin=of(self.sin)",
+        "position_AC=of(self.position_AC), cos=self.cos if self.cos is None else self.cos[:1, : column_LM.size(1)], sin=self.sin if self.sin is None else self.sin[:1, : column_LM.size(1)]",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "only the delta is scored": (
         "h + s * y)",
         "h + s * (y - h))",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "one top-k for the whole batch": (
-        "logit_BC.sort(dim=1, descending=True, stable=True).indices[:, :k]",
-        "(logit_BC - logit_BC.flatten().sort(descending=True).values[k * len(logit_BC) - 1]).sort(dim=1, descending=True).indices[:1].expand(len(logit_BC), -1)[:, :k]",
+        "by_AC.sort(dim=1, descending=True, stable=True).indices[:, :k]",
+        "(by_AC - by_AC.flatten().sort(descending=True).values[k * len(by_AC) - 1]).sort(dim=1, descending=True).indices[:1].expand(len(by_AC), -1)[:, :k]",
         "test_routing::test_the_gathered_pass_equals_a_dense_one_that_masks"),
     "who has stopped goes on": (
-        "keep_BC if real_BC is None else keep_BC & real_BC\n",
-        "keep_BC\n",
+        "keep_AC if real_AC is None else keep_AC & real_AC\n",
+        "keep_AC\n",
         "test_routing::test_cached_logits_equal_the_full_forward_for_unequal_prompts"),
     "steps share their arrivals": (
-        "self.arrived[step] = [n + new for n, new in zip(self.arrived[step], n_new_B)]",
-        "self.arrived = [[n + new for n, new in zip(self.arrived[step], n_new_B)]] * len(self.arrived)",
+        "self.arrived = [[0] * n_rows for _ in range(depth)]",
+        "self.arrived = [[0] * n_rows] * depth",
         "test_routing::test_cached_logits_equal_the_full_forward_for_unequal_prompts"),
+    "who has stopped stays visible": (
+        "for row, new in zip(rows, n_new_A):",
+        "for row, new in zip(range(self.n_rows), [C] * self.n_rows):",
+        "test_routing::test_cached_logits_equal_the_full_forward_for_unequal_prompts"),
+    "rows that stopped are read in place of those that go on": (
+        "zip(q_ATHK, seat.row_n, masks)",
+        "zip(q_ATHK, enumerate(n for _, n in seat.row_n), masks)",
+        "test_routing::test_cached_logits_equal_the_full_forward_for_unequal_prompts"),
+    "a slot that grows forgets": (
+        "[:, :, :n_places] = old.view",
+        "[:, :, :1] = old[:, :1].view",
+        "test_routing::test_a_cache_that_grows_equals_one_that_was_large"),
+    "half of K and V is made again": (
+        "if self.who is None:",
+        "if True:",
+        "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
+    "the auxiliary router is never asked": (
+        "(logit_AC, router.aux_units[step](x_ACD.detach())[..., 0])",
+        "(logit_AC, logit_AC)",
+        "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
+    "the auxiliary router pulls at the state": (
+        "router.aux_units[step](x_ACD.detach())",
+        "router.aux_units[step](x_ACD)",
+        "test_routing::test_an_auxiliary_router_learns_beside_the_model_and_changes_nothing_in_it"),
+    "the balancing bias weighs": (
+        "self.alpha * p_BTR.gather",
+        "self.alpha * (p_BTR + self.bias_R).gather",
+        "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
+    "the bias favours who has enough": (
+        "load_R.double().mean() - load_R",
+        "load_R - load_R.double().mean()",
+        "test_routing::test_a_balancing_bias_evens_out_the_depths_without_a_loss"),
+    "warm capacities do not widen": (
+        "self.extra * self.training",
+        "0.0 * self.training",
+        "test_routing::test_warm_capacities_begin_at_everyone_and_end_as_declared"),
+    "warm capacities outlive training": (
+        "self.extra * self.training",
+        "self.extra",
+        "test_routing::test_warm_capacities_begin_at_everyone_and_end_as_declared"),
     "shared K and V are made again": (
-        "        if self.causal:\n            self.store",
-        "        if True:\n            self.store",
+        "        if self.causal:\n            self.store[:]",
+        "        if True:\n            self.store[:]",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "the threshold counts at step 0": (
         "if share >= 1:",
@@ -247,7 +287,7 @@ MUTANTS = {
         "return SLOTS[self.cfg.kv](self.cfg, 0, j)",
         "test_cache::test_cached_logits_equal_the_full_forward"),
     "padding is stored": (
-        "if min(n_new_B) < T:",
+        "if min(n_new_A) < T:",
         "if False:",
         "test_cache::test_padding_is_never_stored_and_never_spills_into_the_next_row"),
     "the cache's end is not checked": (
@@ -343,8 +383,8 @@ MUTANTS = {
         "lambda step: share(step) * per_step / depth)",
         "test_counts::test_exact_flops_are_the_flops_of_a_real_forward"),
     "grouped keys are counted at full width": (
-        "cfg.n_embd, cfg.kv_heads * cfg.head_width * makes_kv",
-        "cfg.n_embd, cfg.n_embd * makes_kv",
+        "cfg.n_embd, cfg.kv_heads * cfg.head_width * made",
+        "cfg.n_embd, cfg.n_embd * made",
         "test_counts::test_exact_flops_are_the_flops_of_a_real_forward"),
     "MoR's formula knows of grouped keys": (
         "wide = replace(cfg, n_kv_head=None)",

@@ -18,12 +18,19 @@ from toy import make_config, make_data, refusal
 import eval as evaluation
 import sample
 import train
-from model import GPT, NoCache, Silence, compact, make_cache, topk
+from model import GPT, NoCache, Silence, compact, make_cache, stream, topk
 
 LAYOUT = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, router_alpha=0.7)          # alpha: large enough that a wrong merge shows
 ROUTED = [dict(router=router, router_kind=kind, update=update, block=block, kv=kv) for router, kind, update, block, kv in itertools.product(
     ("expert", "token"), ("linear", "mlp"), ("replace", "inject", "gate"), ("gpt2", "llama"), ("own", "share")) if (router, update) != ("token", "gate")]
-SHARED = [dict(router="none", kv="share", update=update, router_alpha=None) for update in ("replace", "gate")]
+SHARED = [dict(router="none", kv=kv, update=update, router_alpha=None) for kv, update in itertools.product(("share", "share_k", "share_v"), ("replace", "gate"))]
+OPTIONS = [dict(router="expert", kv="share_k", block="llama"), dict(router="expert", kv="share_v", update="inject"), dict(router="token", kv="share_k", n_kv_head=2),
+           dict(router="token", kv="share_v", block="llama"), dict(router="expert", aux_router=True, block="llama"),
+           dict(router="expert", aux_router=True, update="gate", router_kind="mlp", kv="share"), dict(router="expert", router_choice="random", block="llama"),
+           dict(router="expert", router_choice="random", kv="share", update="gate"), dict(router="expert", router_score="add", router_alpha=None, block="llama"),
+           dict(router="expert", router_score="tanh", block="llama"), dict(router="expert", router_score="none", block="llama"),
+           dict(router="token", router_balance="bias", block="llama"), dict(router="token", router_score="sigmoid", router_z_loss=0.1, block="llama"),
+           dict(router="expert", router_z_loss=0.1, capacity=[1.0, 0.9, 0.2], block="llama")]
 
 
 def name(keys):
@@ -38,7 +45,7 @@ def assert_close(a, b):
     torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-4)                          # rotary tables are float32
 
 
-@pytest.mark.parametrize("keys", ROUTED + SHARED, ids=name)
+@pytest.mark.parametrize("keys", ROUTED + SHARED + OPTIONS, ids=name)
 def test_logits_and_depths_equal_the_specification_at_every_depth(keys):
     cfg = routed(keys)
     model, ids_BT = loud(cfg).double(), some_ids(3, 12)
@@ -55,7 +62,7 @@ def test_logits_and_depths_equal_the_specification_at_every_depth(keys):
     assert len(seen) > 2                                                            # tokens do part ways
 
 
-@pytest.mark.parametrize("keys", ROUTED + SHARED, ids=name)
+@pytest.mark.parametrize("keys", ROUTED + SHARED + OPTIONS, ids=name)
 def test_cached_logits_equal_the_full_forward_for_unequal_prompts(keys):
     model, ids_BT, n_B = loud(routed(keys)).double(), some_ids(3, 14), [5, 2, 4]
     with torch.no_grad():
@@ -119,8 +126,9 @@ def dense_block(block, x_BTD, active_BT):
 
 
 def test_ties_go_to_the_earlier_token_and_what_is_kept_stays_in_order():
-    assert topk(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]), 2, None, None)[0].tolist() == [[1, 2]]
-    column_BM, real_BM = compact(torch.tensor([[False, True, False, True], [False, False, False, True]]))
+    by_AC = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
+    assert topk(by_AC, by_AC > 0, 2, None)[1][1].tolist() == [[1, 2]]
+    _, column_BM, real_BM = compact(torch.tensor([[False, True, False, True], [False, False, False, True]]))
     assert column_BM[real_BM].tolist() == [1, 3, 3] and real_BM.tolist() == [[True, True], [True, False]]
 
 
@@ -158,7 +166,7 @@ def test_every_parameter_learns_routers_included(keys):
     for seed in range(2):
         out = model(some_ids(2, 16), some_ids(2, 16, seed=3), seed=(seed, seed))
         out.loss.backward()
-    assert set(out.losses) == {"ce", "router"} and out.loss == sum(out.losses.values())
+    assert set(out.losses) == {"ce", "router"} | ({"router_z"} if cfg.router == "token" else set()) and out.loss == sum(out.losses.values())
     assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
@@ -172,7 +180,7 @@ def test_flops_equal_the_table_of_the_mor_paper(plan, kv, mflop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [keys for keys in ROUTED + SHARED if keys["router"] != "token"], ids=name)
+@pytest.mark.parametrize("keys", [keys for keys in ROUTED + SHARED + OPTIONS if keys["router"] != "token"], ids=name)
 def test_exact_flops_are_those_of_a_real_forward_at_its_capacities(keys):
     cfg, T = routed(keys), 12
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
@@ -203,3 +211,162 @@ def test_a_routed_run_trains_evaluates_and_writes(tmp_path, monkeypatch, capsys,
     sample.main(["--max_new_tokens=5"])
     assert "more than n_recur=4" in refusal(sample.main, ["--recursions=9"])
     assert "sends tokens to different steps" in refusal(sample.main, ["--cache=mean"])
+
+
+# ---- options of the routers
+
+
+def test_an_auxiliary_router_learns_beside_the_model_and_changes_nothing_in_it():
+    plain, ids_BT, targets_BT = loud(routed(dict(router="expert"), router_loss=0.0)), some_ids(4, 24), some_ids(4, 24, seed=3)
+    model = loud(routed(dict(router="expert", aux_router=True)))
+    model.load_state_dict(plain.state_dict(), strict=False)
+    for m in (plain, model):
+        m.train()(ids_BT, targets_BT).loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(grads.pop(name), p.grad)
+    assert len(grads) == 2 and all("router.aux_units" in name and grad.any() for name, grad in grads.items())            # step 0 chooses nobody
+    aux = [p for name, p in model.named_parameters() if "aux_units" in name]
+    optimizer = torch.optim.Adam(aux, lr=0.3)
+    agrees = lambda: float((model.eval()(ids_BT).depth_BT == model(ids_BT, routing="topk").depth_BT).double().mean())  # noqa: E731
+    before = agrees()
+    for _ in range(100):
+        optimizer.zero_grad()
+        model.train()(ids_BT, targets_BT).loss.backward()
+        optimizer.step()
+    assert agrees() > max(0.8, before)
+
+
+def test_a_balancing_bias_evens_out_the_depths_without_a_loss():
+    model, ids_BT = loud(routed(dict(router="token", router_balance="bias"), router_z_loss=0.0)).train(), some_ids(8, 32)
+    model.recursion.router.bias_R.zero_()
+    violations = []
+    for _ in range(300):
+        out = model(ids_BT, ids_BT)
+        load_R = torch.bincount(out.depth_BT.flatten(), minlength=4)[1:].double()
+        violations.append(float(load_R.max() / load_R.mean() - 1))                  # MaxVio
+        model.recursion.router.rebalance(load_R, 0.005)
+    assert set(out.losses) == {"ce"} and violations[0] > 0.5 and violations[-1] < 0.1
+    other = loud(routed(dict(router="token")))
+    other.recursion.router.rebalance(load_R, 1.0)
+    assert not other.recursion.router.bias_R.any() and "recursion.router.bias_R" not in other.state_dict()
+
+
+def test_warm_capacities_begin_at_everyone_and_end_as_declared():
+    model, ids_BT = loud(routed(dict(router="expert"))), some_ids(2, 24)
+    router, shares = model.recursion.router, {}
+    for extra in (1.0, 0.5, 0.0):
+        router.warm(extra)
+        depth_BT = model.train()(ids_BT).depth_BT
+        shares[extra] = [int((depth_BT[0] > step).sum()) for step in range(3)]
+        assert [int((model.eval()(ids_BT, routing="topk").depth_BT[0] > step).sum()) for step in range(3)] == [24, 16, 8]
+    assert shares == {1.0: [24, 24, 24], 0.5: [24, 20, 16], 0.0: [24, 16, 8]}
+
+
+def test_a_random_choice_asks_no_router_and_takes_its_share():
+    cfg = routed(dict(router="expert", router_choice="random"), block_size=4000)
+    model, ids_BT = loud(cfg), some_ids(1, 3000)
+    other = loud(cfg, seed=5)
+    with torch.no_grad():
+        depth_BT = model(ids_BT).depth_BT
+        assert torch.equal(depth_BT, other(ids_BT).depth_BT)
+        assert [float((depth_BT > step).double().mean()) for step in (1, 2)] == pytest.approx([2 / 3, 1 / 3], abs=0.03)
+    assert set(model.train()(some_ids(2, 9), some_ids(2, 9)).losses) == {"ce", "router"}
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    for keys, words in ((dict(router="token", aux_router=True), "belongs to router='expert'"), (dict(router="expert", router_balance="bias"), "belongs to router='token'"),
+                        (dict(router_choice="random"), "belongs to router='expert'"), (dict(router="expert", router_choice="random", aux_router=True), "would learn a random choice"),
+                        (dict(router="expert", kv="share_k", capacity=[0.5, 0.5, 0.5]), "capacity must begin with 1"), (dict(router="token", router_score="add"), "does not go with"),
+                        (dict(router="expert", router_z_loss=-1.0), "0 turns it off"), (dict(router="expert", router_choice="x"), "is not one of score, random")):
+        with pytest.raises(ValueError, match=words):
+            tiny(**{**LAYOUT, "router_alpha": None, **keys})
+
+
+# ---- the cache: what it holds, and what a token that stopped costs
+
+
+def impose(model, depth_T):
+    """Every token at position t takes depth_T[t] steps, whatever the router thinks."""
+    router, depth_T = model.recursion.router, torch.tensor(depth_T)
+    if model.cfg.router == "expert":
+        router.judge = lambda router, logit_AC, x_ACD, who, step: (logit_AC, (depth_T[who.position_AC] > step).double().expand(logit_AC.shape) - 0.5)
+    else:
+        enter = router.enter
+        router.enter = lambda e_BTD, who, depth: enter(e_BTD, who, depth)._replace(wanted_BT1=depth_T[who.position_AC].expand(e_BTD.shape[:2])[..., None].clamp(max=depth))
+    return model
+
+
+@pytest.mark.parametrize("router, kv", list(itertools.product(("expert", "token"), ("own", "share", "share_k"))))
+def test_the_cache_of_balanced_tokens_takes_the_bytes_that_are_declared(router, kv):
+    model = impose(loud(routed(dict(router=router, kv=kv))), [3, 1, 2] * 6)
+    cfg, cache = model.cfg, make_cache(model, 2, 18)
+    declared = cfg.kv_bytes(18, 2, torch.float32)
+    assert cache.nbytes() == declared
+    ids_BT = some_ids(2, 18)
+    model.feed(ids_BT[:, :7], cache, None, [7, 7])
+    for t in range(7, 18):
+        model.feed(ids_BT[:, t : t + 1], cache)
+    assert cache.nbytes() == declared and cache.length_B == [18, 18]                # nothing grew
+    vanilla, outer = replace(cfg, router="none", kv="own", router_alpha=None).kv_bytes(18, 2, torch.float32), 2 * 2 * 2 * 18 * 16 * 4
+    assert (declared - outer) / (vanilla - outer) == {"own": 4 / 6, "share": 1 / 3, "share_k": 4 / 6}[kv]            # (N + 1) / 2N, 1 / N
+
+
+def test_entries_read_per_token_follow_the_table_of_the_mor_paper():
+    core = lambda **keys: routed(keys, n_prelude=0, n_coda=0).kv_io(18)  # noqa: E731
+    vanilla = core(router_alpha=None)
+    assert core(router="expert") / vanilla == core(router="token") / vanilla == 4 / 6 and core(router="expert", kv="share") / vanilla == 1.0
+
+
+@pytest.mark.parametrize("router", ["expert", "token"])
+def test_a_cache_that_grows_equals_one_that_was_large(router):
+    """Every token goes all the way, far beyond the declared capacities, from an early place on."""
+    model, ids_BT = impose(loud(routed(dict(router=router))).double(), [1, 1, 3] + [3] * 29), some_ids(2, 20)
+    with torch.no_grad():
+        full = model(ids_BT).logits
+    cache = make_cache(model, 2, 20)
+    small = cache.nbytes()
+    for t in range(20):
+        logits_B1V = model.feed(ids_BT[:, t : t + 1], cache)
+        assert_close(logits_B1V[:, 0], full[:, t])
+    assert cache.nbytes() > small
+
+
+@pytest.mark.parametrize("router, kv", list(itertools.product(("expert", "token"), ("own", "share"))))
+def test_a_row_that_stopped_costs_nothing_and_a_step_that_nobody_takes_is_skipped(router, kv):
+    model, prompts = loud(routed(dict(router=router, kv=kv))), [some_ids(n, seed=n).tolist() for n in (3, 5, 2, 4)]
+    seen, cache = [], make_cache(model, 4, 30)
+    model.recursion.core[0].register_forward_hook(lambda module, args, out: seen.append(out.shape[0] * out.shape[1]))
+    padded_BT = torch.tensor([row + [0] * (5 - len(row)) for row in prompts])
+    model.feed(padded_BT, cache, None, [3, 5, 2, 4])
+    skipped = uneven = 0
+    for t in range(20):
+        seen.clear()
+        model.feed(some_ids(4, 1, seed=t), cache)
+        want = [int((cache.taken_BT > step).sum()) for step in range(3)]
+        assert seen == [n for n in want if n]
+        skipped, uneven = skipped + (0 in want), uneven + any(0 < n < 4 for n in want)
+    assert uneven and (skipped or router == "token") and seen[0] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router, kv", [("expert", "own"), ("expert", "share"), ("token", "own"), ("token", "share"), ("expert", "share_k"), ("token", "share_v")])
+def test_200_greedy_tokens_with_a_cache_are_those_without_and_so_are_their_depths(router, kv):
+    model, prompts = loud(routed(dict(router=router, kv=kv, block="llama"), block_size=256)).double(), [some_ids(n, seed=n).tolist() for n in (9, 4, 17)]
+    runs = []
+    for use_cache in (True, False):
+        taken = [[], [], []]
+        runs.append((list(stream(model, prompts, 200, temperature=0, use_cache=use_cache, taken=taken)), taken))
+    assert runs[0] == runs[1]
+    depths = [steps for row in runs[0][1] for steps in row]
+    assert [len(row) for row in runs[0][1]] == [208, 203, 216] and min(depths.count(d) for d in (1, 2, 3)) > 10          # all depths occur
+
+
+def test_steps_taken_are_told_for_every_token_that_is_read():
+    model, prompts = loud(routed(dict(router="expert", block="llama"))), [some_ids(5).tolist(), some_ids(40, seed=2).tolist()]
+    taken = [[], []]
+    tokens = list(stream(model, prompts, 20, temperature=0, taken=taken))
+    assert [len(row) for row in taken] == [24, 59]
+    assert taken[1][:24] == [None] * 24 and None not in taken[1][24:] + taken[0]      # a row over block_size keeps its newest half: 16 of 40
+    ids = prompts[0] + [next_B[0] for next_B in tokens]
+    assert taken[0][:5] == model(torch.tensor([ids[:5]])).depth_BT[0].tolist()

@@ -13,8 +13,9 @@ from tiny import loud, some_ids, tiny
 
 import model as model_py
 
-SHAPE = re.compile(r"_([BTSCMNnDGHKFVEPR1]+)$")
-LISTS = {"n_new_B", "length_B", "start_B", "stop_B", "last_B", "next_B"}           # one Python number per row
+SHAPE = re.compile(r"_([ABTSCLMNnDGHKFVEPR1]+)$")
+# One Python number per row; and a table whose name happens to end in letters of the alphabet.
+LISTS = {"n_new_B", "length_B", "start_B", "stop_B", "last_B", "next_B", "n_A", "n_L", "n_new_A", "row_A", "start_A", "row_n", "NO_CACHES"}
 
 
 def named_tensors(scope):
@@ -33,7 +34,7 @@ def lies(scope, cfg):
             yield f"{name} has shape {tuple(tensor.shape)}"
             continue
         for letter, size in zip(letters, tensor.shape):
-            if letter == "B" and size == 1:
+            if letter in "AB" and size == 1:
                 continue                                                           # one row for all
             if sizes.setdefault(letter, size) != size:
                 yield f"{name} has shape {tuple(tensor.shape)}, but {letter} is {sizes[letter]}"
@@ -66,6 +67,7 @@ def run_everything(keys, seen, found):
     with watch(cfg, seen, found):
         model.train()(some_ids(2, 7), some_ids(2, 7), seed=(0, 0))
         model.eval()(some_ids(2, 7), some_ids(2, 7))
+        model.recursion.router.rebalance(torch.ones(cfg.n_recur), 0.1)
         for cache in ("full", *(model_py.FOLDS if cfg.compressible else ())):
             model.generate(prompts, 3, top_k=5, cache=cache)
         model.generate(some_ids(1, 5), 3)
@@ -74,8 +76,8 @@ def run_everything(keys, seen, found):
         model.feed(some_ids(2, 5), cache, None, [5, 2], every=True)
 
 
-ROUTED = [dict(grt, router=router, kv=kv, **more) for grt in [dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1)] for kv in ("own", "share")
-          for router, more in (("expert", {}), ("expert", dict(router_kind="mlp", update="gate")), ("token", {}))]
+ROUTED = [dict(grt, router=router, kv=kv, **more) for grt in [dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1)] for kv in ("own", "share", "share_k")
+          for router, more in (("expert", {}), ("expert", dict(router_kind="mlp", update="gate")), ("expert", dict(router_choice="random")), ("token", {}))]
 
 
 def names_in_model():

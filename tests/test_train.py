@@ -682,7 +682,9 @@ MODEL_KEYS = {
     "sharing": ("middle_sequence", dict(update="replace", n_core=2, depth_sampling="fixed")), "update": ("inject", {}), "router": ("expert", {}),
     "kv": ("share", {}), "router_kind": ("mlp", dict(router="expert")), "router_width": (8, dict(router="expert", router_kind="mlp")),
     "router_score": ("tanh", dict(router="expert")), "router_alpha": (0.5, dict(router="expert")), "capacity": ([1.0, 1.0, 1.0, 0.25], dict(router="expert")),
-    "threshold": (0.1, dict(router="expert")), "router_loss": (1.0, dict(router="expert")), "depth_sampling": ("fixed", {}), "min_depth": (4, {}), "loss": ("every", {}), "fused_loss": (True, {}), "state_noise": (0.5, {}), "gate_noise": (0.5, {}),
+    "threshold": (0.1, dict(router="expert")), "router_loss": (1.0, dict(router="expert")),
+    "router_choice": ("random", dict(router="expert")), "aux_router": (True, dict(router="expert")), "router_z_loss": (1.0, dict(router="expert")),
+    "router_balance": ("bias", dict(router="token", update="replace", depth_sampling="fixed")), "depth_sampling": ("fixed", {}), "min_depth": (4, {}), "loss": ("every", {}), "fused_loss": (True, {}), "state_noise": (0.5, {}), "gate_noise": (0.5, {}),
     "gate_bias": (2.0, {}), "gate_temperature": (3.0, {}), "proj_init": ("identity", {}), "rope_theta": (100.0, dict(block="llama")), "norm_eps": (0.1, {})}
 GRT = dict(vocab_size=64, block_size=32, n_embd=16, n_head=2, n_prelude=1, n_core=1, n_recur=4, n_coda=1, update="gate", gate_bias=0.0,
            depth_sampling="uniform", state_noise=0.1, gate_noise=0.1)

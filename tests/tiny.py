@@ -24,6 +24,9 @@ def loud(cfg, seed=0):
                 p.normal_(0, 1)                                       # gates all over (0, 1), not at .982
             else:
                 p.add_(0.2 * torch.randn_like(p))                     # norms and biases
+        for name, p in model.state_dict().items():
+            if name.endswith("bias_R"):
+                p.normal_(0, 0.3)                                     # a balancing bias that changes choices
     return model
 
 
