@@ -367,6 +367,39 @@ def clip_gradients(model, grad_clip):
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm          # a shard of it where the weights are sharded
 
 
+class RouterWatch:
+    """Inside `with`: what an expert-choice model's routers are asked in a forward pass at full depth, and what came of it.
+
+    asked(out.depth_BT) -> for each step (logit_N, went_on_N, position_N) over the real tokens that were asked whether they
+    go through it, row by row; None where a step has no choice (capacity 1, or no expert-choice router at all)."""
+
+    def __init__(self, model):
+        cfg = model.cfg
+        self.units = list(model.recursion.router.deciding) if cfg.router == "expert" else []
+        self.choice = [cfg.router == "expert" and share < 1 for share in cfg.capacities]
+
+    def __enter__(self):
+        self.logits, self.hooks = {}, [unit.register_forward_hook(functools.partial(self.hear, step)) for step, unit in enumerate(self.units)]
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+    def hear(self, step, unit, args, logit_BC1):
+        self.logits[step] = logit_BC1.detach()[..., 0]
+
+    def asked(self, depth_BT):
+        return [self.at(step, depth_BT) if choice else None for step, choice in enumerate(self.choice)]
+
+    def at(self, step, depth_BT):
+        """The tokens asked are those who took the step before, in order; behind them a row of logits is padding."""
+        was_in_BT = depth_BT >= step
+        logit_BC = self.logits.pop(step, depth_BT.new_zeros(len(depth_BT), 0, dtype=torch.float32))        # none: nobody was left to ask
+        real_BC = torch.arange(logit_BC.size(1), device=depth_BT.device) < was_in_BT.sum(1, keepdim=True)
+        return logit_BC[real_BC], (depth_BT > step)[was_in_BT], was_in_BT.nonzero()[:, 1]
+
+
 @torch.no_grad()
 def evaluate(model, split, starts, depths, batch_size, device, autocast=contextlib.nullcontext(), world=ALONE):
     """{depth: mean cross-entropy in nats per token} over fixed windows; plain, deterministic, noise off."""
