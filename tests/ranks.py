@@ -78,9 +78,9 @@ class Watched:
             os.kill(os.getpid(), signal.SIGINT)
         self.seen["events"].append("step")
         self.seen["first_ids"].append([ids_BT[0].tolist() for ids_BT, _ in batches])
-        loss, depth = self.step_gradients(net, with_gaps(batches) if self.name == "uneven" else batches, *args)
-        self.seen["depths"].append(float(depth))
-        return loss, depth
+        loss, load = self.step_gradients(net, with_gaps(batches) if self.name == "uneven" else batches, *args)
+        self.seen["depths"].append(train.mean_depth(load.tolist()))
+        return loss, load
 
     def on_clip(self, model, grad_clip):
         if self.seen["gradients"] is None:
