@@ -28,7 +28,7 @@ import prepare
 from config import UserError, key, near
 from model import FORMS, GPT, NO_CACHES, Silence, at_least_fp32, fold_in, generator, topk
 from sample import load_run, newest_run
-from train import RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, pick_device, write_whole
+from train import RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, max_vio, pick_device, write_whole
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
@@ -450,10 +450,10 @@ class Lot:
     def __init__(self, first):
         self.first, self.step = first, 0
 
-    def __call__(self, logit_BC, k, threshold, real_BC):
+    def __call__(self, by_BC, decided_BC, k, real_BC):
         self.step += 1
-        draws = [torch.rand(logit_BC.size(1), generator=generator(fold_in(0, "lot", self.first + b, self.step))) for b in range(len(logit_BC))]
-        return topk(torch.stack(draws).to(logit_BC.device), k, threshold, real_BC)
+        draws = [torch.rand(by_BC.size(1), generator=generator(fold_in(0, "lot", self.first + b, self.step))) for b in range(len(by_BC))]
+        return topk(torch.stack(draws).to(by_BC.device), decided_BC, k, real_BC)
 
 
 def routed_pass(model, ids_BT, choose, threshold):
@@ -583,13 +583,13 @@ def measure_router(run, s):
 
 
 def token_numbers(cfg, tallies, counts, p_counts):
-    load = np.array(tallies["causal"].numbers(counts)["depth_shares"][1:])
-    return {"max_vio": float(load.max() / load.mean() - 1), "scores": p_counts.tolist()}               # MaxVio  [MoR, token-choice]
+    load = np.bincount(tallies["causal"].depth_WT.flatten(), minlength=cfg.n_recur + 1).tolist()
+    return {"max_vio": max_vio(load), "scores": p_counts.tolist()}
 
 
 def expert_numbers(cfg, tallies, counts, p_counts):
     causal, best, lot = (tallies[name] for name in ("causal", "topk", "lot"))
-    choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1]
+    choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1 and cfg.router_choice == "score"]      # where a router is asked
     dead_T = (best.depth_WT < cfg.n_recur).all(0)
     dial = {cfg.threshold: causal, **{way: tally for way, tally in tallies.items() if not isinstance(way, str)}}
     return {"threshold": cfg.threshold, "capacities": cfg.capacities,
@@ -646,7 +646,7 @@ def show_accuracy(measured):
     """Does a token know by itself what top-k would say?"""
     rate = lambda value: "-" if value is None else f"{value:.3f}"
     rows = [(run.name, "all" if step == "pooled" else str(step), f"{a['asked']:,}", f"{a['chosen']:,}", *(rate(a[name]) for name in RATES))
-            for run, n in measured if n["router"] == "expert" for step, a in [*n["accuracy"]["steps"].items(), ("pooled", n["accuracy"]["pooled"])]]
+            for run, n in measured if n.get("scores") and n["router"] == "expert" for step, a in [*n["accuracy"]["steps"].items(), ("pooled", n["accuracy"]["pooled"])]]
     if rows:
         print(f"the threshold's answer against membership of {TOPK}, among the tokens asked")
         show(("run", "step", "asked", "chosen", *(name.replace("_", " ") for name in RATES)), rows)
@@ -679,11 +679,11 @@ def draw_router(measured):
     (run, n), panels = measured[0], score_panels(measured[0][1])
     if (figure := new_figure(12, 8)) is None:
         return None
-    top, bottom = figure.subfigures(2, 1, height_ratios=(1.3, 1))
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1.3, 1)) if panels else (figure, None)
     left, right = top.subplots(1, 2)
     draw_dial(left, measured)
     draw_classes(right, run, n)
-    for axes, (title, series) in zip(bottom.subplots(1, len(panels), squeeze=False)[0], panels):
+    for axes, (title, series) in zip(bottom.subplots(1, len(panels), squeeze=False)[0] if panels else (), panels):
         edges = np.linspace(0, 1, BINS + 1)
         for label, counts in series.items():
             axes.stairs(counts, edges, fill=True, alpha=0.5, label=label)
