@@ -28,7 +28,8 @@ import prepare
 from config import UserError, key, near
 from model import FORMS, GPT, NO_CACHES, Silence, at_least_fp32, fold_in, generator, topk
 from sample import load_run, newest_run
-from train import RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, max_vio, pick_device, write_whole
+from train import (RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, max_vio,
+                   pick_device, write_whole)
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
@@ -429,9 +430,9 @@ class TokenClasses:
                 text = "" if token in special else tokenizer.decode_single_token_bytes(token).decode("utf-8", "replace")
             except KeyError:                                  # the table is longer than the tokenizer's, or that has gaps
                 text = ""
-            bare = text.lstrip()
-            rows.append((character_kind(bare[0]) if bare else WHITESPACE if text else OTHER, not text or bare != text, character_kind(text[-1]) if text else OTHER))
-        self.first_V, self.apart_V, self.last_V = (torch.tensor(column) for column in zip(*rows))
+            first = character_kind((text.lstrip() or text)[0]) if text else OTHER
+            rows.append((first, character_kind(text[-1]) if text else OTHER, not text or text[0].isspace()))
+        self.first_V, self.last_V, self.apart_V = (torch.tensor(column) for column in zip(*rows))      # apart: from the token before
 
     def of(self, ids_BT):
         """(B, T) indices into CLASSES, on the CPU."""
@@ -478,11 +479,11 @@ class Tally:
 
     def add(self, nats_B, depth_BT, asked):
         self.nats.append(nats_B.numpy())
-        self.depths.append(depth_BT.cpu().numpy())
+        self.depths.append(depth_BT.cpu().numpy().astype(np.int16))
         for step, heard in enumerate(asked):
             if heard is not None:
                 score_N, went_N = heard[0].sigmoid(), heard[1].long()
-                self.score_counts[step] += grid(went_N, (score_N * BINS).long().clamp(max=BINS - 1), BINS)
+                self.score_counts[step] += grid(went_N, bins(score_N), BINS)
                 self.yes_counts[step] += grid(went_N, (score_N >= self.cfg.threshold).long(), 2)
 
     @property
@@ -502,6 +503,10 @@ class Tally:
 
     def minus(self, other, counts):
         return paired(np.concatenate(self.nats), np.concatenate(other.nats), counts)
+
+
+def bins(score_N):
+    return (score_N * BINS).nan_to_num(0).long().clamp(0, BINS - 1)          # a run that diverged has NaN
 
 
 def grid(row_N, column_N, n_columns):
@@ -570,15 +575,15 @@ def chosen_scores(model, ids_BT, depth_BT, autocast):
     with autocast:
         p_BTR = router.score(router.unit(model.start(ids_BT, NO_CACHES[model.cfg.kv]())[1]))
     p_N = p_BTR.gather(-1, depth_BT[..., None] - 1).flatten()
-    return torch.bincount((p_N * BINS).long().clamp(max=BINS - 1), minlength=BINS).cpu().numpy()
+    return torch.bincount(bins(p_N), minlength=BINS).cpu().numpy()
 
 
 def measure_router(run, s):
     cfg, starts = run.model.cfg, fixed_windows(run.split, s.eval_tokens)
     tallies, counts, class_WT, p_counts = walk(run, starts, {*s.thresholds} - {cfg.threshold})
     causal = tallies["causal"]
-    numbers = {"router": cfg.router, "layout": cfg.layout, "windows": len(counts), "tokens": int(counts.sum()), "block_size": cfg.block_size, **causal.numbers(counts),
-               "classes": by_class(causal.depth_WT, class_WT, cfg.n_recur)}
+    numbers = {"router": cfg.router, "layout": cfg.layout, "windows": len(counts), "tokens": int(counts.sum()), "block_size": cfg.block_size,
+               **causal.numbers(counts), "classes": by_class(causal.depth_WT, class_WT, cfg.n_recur)}
     return numbers | (token_numbers if cfg.router == "token" else expert_numbers)(cfg, tallies, counts, p_counts)
 
 
@@ -589,7 +594,7 @@ def token_numbers(cfg, tallies, counts, p_counts):
 
 def expert_numbers(cfg, tallies, counts, p_counts):
     causal, best, lot = (tallies[name] for name in ("causal", "topk", "lot"))
-    choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1 and cfg.router_choice == "score"]      # where a router is asked
+    choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1 and cfg.router_choice == "score"]     # of a router
     dead_T = (best.depth_WT < cfg.n_recur).all(0)
     dial = {cfg.threshold: causal, **{way: tally for way, tally in tallies.items() if not isinstance(way, str)}}
     return {"threshold": cfg.threshold, "capacities": cfg.capacities,
@@ -598,7 +603,8 @@ def expert_numbers(cfg, tallies, counts, p_counts):
             "accuracy": {"pooled": agreement(best.yes_counts.sum(0)), "steps": {step: agreement(best.yes_counts[step]) for step in choices}},
             "dead": {"ratio": float(dead_T.mean()), "positions": len(dead_T), "windows": len(counts)},
             "scores": {step: dict(zip(("left", "chosen"), best.score_counts[step].tolist())) for step in choices},
-            "thresholds": [{"threshold": threshold, "own": threshold == cfg.threshold, **tally.numbers(counts)} for threshold, tally in sorted(dial.items())]}
+            "thresholds": [{"threshold": threshold, "own": threshold == cfg.threshold, **tally.numbers(counts)}
+                           for threshold, tally in sorted(dial.items())]}
 
 
 def report_router(runs, s):
@@ -626,10 +632,11 @@ def show_choices(measured):
         causal = f"causal, threshold {n['threshold']:g}" if n["router"] == "expert" else "token-choice"
         for name, way in [(causal, n)] + [(name, n[key]) for name, key in ((TOPK, "topk"), (LOT, "lot")) if key in n]:
             d = way.get("minus_causal")
-            rows.append((run.name, name, f"{way['nats_per_token']:.4f}", show_interval(way["interval"], ".4f"), f"{way['bits_per_byte']:.4f}", f"{way['mean_depth']:.3f}",
-                         f"{way['flops_per_token'] / 1e6:,.3f}" if "flops_per_token" in way else "-",
+            rows.append((run.name, name, f"{way['nats_per_token']:.4f}", show_interval(way["interval"], ".4f"), f"{way['bits_per_byte']:.4f}",
+                         f"{way['mean_depth']:.3f}", f"{way['flops_per_token'] / 1e6:,.3f}" if "flops_per_token" in way else "-",
                          *((f"{d['value']:+.4f}", show_interval(d["interval"], "+.4f")) if d else ("-", "-"))))
-    show(("run", "who goes on", "nats/token", "95% interval", "bits/byte", "mean depth", "MFLOP/token", "minus causal", "95% interval"), rows)
+    head = ("run", "who goes on", "nats/token", "95% interval", "bits/byte", "mean depth", "MFLOP/token", "minus causal", "95% interval")
+    show(head, rows)
 
 
 def show_shares(measured):
@@ -645,23 +652,24 @@ def show_shares(measured):
 def show_accuracy(measured):
     """Does a token know by itself what top-k would say?"""
     rate = lambda value: "-" if value is None else f"{value:.3f}"
-    rows = [(run.name, "all" if step == "pooled" else str(step), f"{a['asked']:,}", f"{a['chosen']:,}", *(rate(a[name]) for name in RATES))
-            for run, n in measured if n.get("scores") and n["router"] == "expert" for step, a in [*n["accuracy"]["steps"].items(), ("pooled", n["accuracy"]["pooled"])]]
+    rows = [(run.name, str(step), f"{a['asked']:,}", f"{a['chosen']:,}", *(rate(a[name]) for name in RATES))
+            for run, n in measured if n["router"] == "expert" and n["scores"]
+            for step, a in [*n["accuracy"]["steps"].items(), ("all", n["accuracy"]["pooled"])]]
     if rows:
         print(f"the threshold's answer against membership of {TOPK}, among the tokens asked")
         show(("run", "step", "asked", "chosen", *(name.replace("_", " ") for name in RATES)), rows)
     for run, n in measured:
         if dead := n.get("dead"):
-            print(f"{run.name}: dead tokens {dead['ratio']:.1%}: of {dead['positions']:,} positions, those that {TOPK} sends through the last step in none of "
-                  f"{dead['windows']:,} windows")
+            print(f"{run.name}: dead tokens {dead['ratio']:.1%}: of {dead['positions']:,} positions, those that {TOPK} sends through the last step "
+                  f"in none of {dead['windows']:,} windows")
 
 
 RATES = ("accuracy", "balanced", "true_positive", "true_negative")
 
 
 def show_thresholds(measured):
-    rows = [(run.name, f"{p['threshold']:g}", f"{p['mean_depth']:.3f}", f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", "the model's own" * p["own"])
-            for run, n in measured for p in n.get("thresholds", ())]
+    rows = [(run.name, f"{p['threshold']:g}", f"{p['mean_depth']:.3f}", f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}",
+             "the model's own" * p["own"]) for run, n in measured for p in n.get("thresholds", ())]
     if rows:
         print("the threshold as a dial (causal)")
         show(("run", "threshold", "mean depth", "MFLOP/token", "nats/token", ""), rows)
@@ -671,7 +679,8 @@ def show_classes(run, n):
     print(f"{run.name}: depth by kind of token (causal)")
     low = 0 if n["depth_shares"][0] else 1
     show(("kind of token", "tokens", "mean depth", *(f"depth {depth}" for depth in range(low, len(n["depth_shares"])))),
-         [(name, f"{c['count']:,}", f"{c['mean_depth']:.3f}", *(f"{share:.1%}" for share in c["depth_shares"][low:])) for name, c in n["classes"].items() if c["count"]])
+         [(name, f"{c['count']:,}", f"{c['mean_depth']:.3f}", *(f"{share:.1%}" for share in c["depth_shares"][low:]))
+          for name, c in n["classes"].items() if c["count"]])
 
 
 def draw_router(measured):
@@ -687,7 +696,8 @@ def draw_router(measured):
         edges = np.linspace(0, 1, BINS + 1)
         for label, counts in series.items():
             axes.stairs(counts, edges, fill=True, alpha=0.5, label=label)
-        axes.set(title=title, xlabel="score", ylabel="tokens", xlim=(0, 1), yscale="log")                  # most are at the ends
+        axes.set(title=title, xlabel="score", ylabel="tokens", xlim=(0, 1), yscale="log")                 # most are at the ends
+        axes.set_ylim(bottom=0.7)
         axes.grid(alpha=0.3)
         if n["router"] == "expert":
             axes.axvline(n["threshold"], color="black", linewidth=1, linestyle="--")
@@ -700,8 +710,8 @@ def score_panels(n):
     if n["router"] == "token":
         return [("score of the depth that a token chose", {"": n["scores"]})]
     steps = sorted(n["scores"])
-    shown = [steps[i] for i in sorted({round(i) for i in np.linspace(0, len(steps) - 1, min(PANELS, len(steps)))})]
-    return [(f"step {step}: sigmoid(logit) of those asked", {"chosen by top-k": n["scores"][step]["chosen"], "left": n["scores"][step]["left"]}) for step in shown]
+    shown = {steps[round(i)]: n["scores"][steps[round(i)]] for i in np.linspace(0, len(steps) - 1, min(PANELS, len(steps)))}
+    return [(f"step {step}: sigmoid(logit) of those asked", {"chosen by top-k": counts["chosen"], "left": counts["left"]}) for step, counts in shown.items()]
 
 
 def draw_dial(axes, measured):
@@ -720,14 +730,16 @@ def draw_dial(axes, measured):
         free = -math.inf                                      # right of this there is room for the next number
         for p in points:
             if "threshold" in p and p["mean_depth"] >= free:
-                axes.annotate(f"{p['threshold']:g}", (p["mean_depth"], p[unit]), textcoords="offset points", xytext=(0, 8), ha="center",
+                axes.annotate(f"{p['threshold']:g}", (p["mean_depth"], p[unit]), textcoords="offset points", xytext=(0, -15), ha="center",
                               fontsize=8, color=color)
                 free = p["mean_depth"] + n_steps(n) / 25
     crop(axes, every, 1.5 * max(n[unit] for _, n in measured))
-    for marker, label in MARKS.values():
+    for marker, label in MARKS.values() if every else ():
         axes.plot([], [], marker, color="grey", markersize=9, label=label)
     axes.margins(0.06, 0.12)                                  # for the numbers
-    axes.set(xlabel="mean depth", ylabel=f"validation loss, {unit.replace('_', ' ')}", title="Loss against mean depth\n(number: threshold; ring: the model's own)")
+    axes.set(xlabel="mean depth", ylabel=f"validation loss, {unit.replace('_', ' ')}",
+             title="Loss against mean depth" + "\n(number: threshold; ring: the model's own)" * bool(every),
+             xlim=(min(1, *(n["mean_depth"] for _, n in measured)) - 0.1, max(n_steps(n) for _, n in measured) + 0.1))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
 

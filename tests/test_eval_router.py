@@ -115,7 +115,7 @@ def test_causal_depths_are_those_of_tokens_that_decide_by_themselves(place, monk
         assert point["depth_shares"] == pytest.approx([depths.count(depth) / len(depths) for depth in range(4)])
         assert point["mean_depth"] == pytest.approx(sum(depths) / len(depths)) and point["own"] == (point["threshold"] == 0.5)
         if point["own"]:
-            assert {key: n[key] for key in ("depth_shares", "mean_depth", "nats_per_token")} == {key: point[key] for key in ("depth_shares", "mean_depth", "nats_per_token")}
+            assert all(n[key] == point[key] for key in ("depth_shares", "mean_depth", "nats_per_token"))
     assert [p["threshold"] for p in n["thresholds"]] == [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]
     assert len({tuple(p["depth_shares"]) for p in n["thresholds"]}) > 8
 
@@ -161,13 +161,16 @@ def test_both_losses_are_the_models_own(place, monkeypatch):
     for routing in ("causal", "topk"):
         ids_BT, targets_BT = run.split.batch(starts)
         with torch.no_grad():
-            each[routing] = np.array([run.model(ids[None], targets[None], routing=routing).losses["ce"].item() for ids, targets in zip(ids_BT, targets_BT)])
-    assert n["nats_per_token"] == pytest.approx(each["causal"].mean(), abs=1e-5) and n["topk"]["nats_per_token"] == pytest.approx(each["topk"].mean(), abs=1e-5)
+            each[routing] = np.array([run.model(ids_1T, targets_1T, routing=routing).losses["ce"].item()
+                                      for ids_1T, targets_1T in zip(ids_BT.split(1), targets_BT.split(1))])
+    for found, routing in ((n, "causal"), (n["topk"], "topk")):
+        assert found["nats_per_token"] == pytest.approx(each[routing].mean(), abs=1e-5)
     gap = n["topk"]["minus_causal"]
-    assert gap["value"] == pytest.approx((each["topk"] - each["causal"]).mean(), abs=1e-5) and abs(gap["value"]) > 1e-3 and n["topk"]["causal"] is False
-    assert gap["interval"] == pytest.approx(evaluation.interval(evaluation.bootstrap((each["topk"] - each["causal"]) * 32, np.full(8, 32.0))), abs=1e-5)
-    d = n["lot"]
-    assert d["minus_topk"]["value"] == pytest.approx(d["nats_per_token"] - n["topk"]["nats_per_token"]) and d["minus_topk"]["interval"][0] <= d["minus_topk"]["value"]
+    more = each["topk"] - each["causal"]
+    assert gap["value"] == pytest.approx(more.mean(), abs=1e-5) and abs(gap["value"]) > 1e-3 and n["topk"]["causal"] is False
+    assert gap["interval"] == pytest.approx(evaluation.interval(evaluation.bootstrap(more * 32, np.full(8, 32.0))), abs=1e-5)
+    d = n["lot"]["minus_topk"]
+    assert d["value"] == pytest.approx(n["lot"]["nats_per_token"] - n["topk"]["nats_per_token"]) and d["interval"][0] <= d["value"] <= d["interval"][1]
     assert n["bits_per_byte"] == pytest.approx(n["nats_per_token"] * run.bits)
 
 
@@ -178,7 +181,8 @@ def test_the_ends_of_the_dial_are_depth_one_and_everyone_at_full_depth(kv):
     everyone = GPT(replace(cfg, capacity=[1.0] * 3)).eval()
     everyone.load_state_dict(model.state_dict())
     with torch.no_grad():
-        for threshold, wanted, depth, flops in ((1.0, model(ids_BT, depth=1), 1, cfg.flops_per_token(32, depth=1)), (0.0, everyone(ids_BT), 3, everyone.cfg.flops_per_token(32))):
+        for threshold, wanted, depth, flops in ((1.0, model(ids_BT, depth=1), 1, cfg.flops_per_token(32, depth=1)),
+                                                (0.0, everyone(ids_BT), 3, everyone.cfg.flops_per_token(32))):
             x_BTD, depth_BT, _ = routed_pass(model, ids_BT, FORMS["causal"], threshold)
             assert torch.allclose(model.head(x_BTD), wanted.logits, atol=1e-5) and (depth_BT == depth).all()
             assert flops_at(cfg, [float((depth_BT > step).double().mean()) for step in range(3)]) == flops
@@ -270,12 +274,14 @@ def test_the_classes_of_longer_tokens():
     ranks = {**{bytes([i]): i for i in range(256)}, **{word: 256 + i for i, word in enumerate(words)}}
     tokenizer = tiktoken.Encoding("words", pat_str=r"[\s\S]+", special_tokens={"<|endoftext|>": 400}, mergeable_ranks=ranks)
     by_name = {name: i for i, name in enumerate(CLASSES)}
-    for before, token, wanted in [(None, b" the", "word start"), (b"the", b" the", "word start"), (b" the", b"ory", "continuation"), (b" +", b"the", "word start"),
-                                  (None, b"the", "word start"), (b"(", b"the", "after an opening mark"), (b"(", b" the", "word start"), (b" (", b"the", "after an opening mark"),
-                                  (b"()", b"the", "word start"), (b"the", b" (", "opening mark"), (b"(", b"(", "opening mark"), (b"the", b"()", "opening mark"),
-                                  (b"(", b")", "closing mark"), (b"the", b"):\n", "closing mark"), (b"(", b"\n    ", "whitespace"), (b"\n    ", b"the", "word start"),
-                                  (b"the", b"'t", "other"), (b"('", b"the", "word start"), (b"the", b" \xe2\x80\x9c", "other"), (b"the", b"\xc3\xa9t", "continuation"),
-                                  (b"the", b" 12", "word start"), (b"the", b"_x", "continuation"), (b"(", b"'t", "after an opening mark"), (b"the", b" +", "other")]:
+    cases = [(None, b" the", "word start"), (b"the", b" the", "word start"), (b" +", b"the", "word start"), (None, b"the", "word start"),
+             (b"(", b" the", "word start"), (b"()", b"the", "word start"), (b"\n    ", b"the", "word start"), (b"('", b"the", "word start"),
+             (b"the", b" 12", "word start"), (b" the", b"ory", "continuation"), (b"the", b"\xc3\xa9t", "continuation"), (b"the", b"_x", "continuation"),
+             (b"the", b" (", "opening mark"), (b"(", b"(", "opening mark"), (b"the", b"()", "opening mark"), (b"(", b")", "closing mark"),
+             (b"the", b"):\n", "closing mark"), (b"(", b"the", "after an opening mark"), (b" (", b"the", "after an opening mark"),
+             (b"(", b"'t", "after an opening mark"), (b"(", b"\n    ", "whitespace"), (b"the", b"'t", "other"), (b"the", b" +", "other"),
+             (b"the", b" \xe2\x80\x9c", "other")]
+    for before, token, wanted in cases:
         ids = ([] if before is None else [ranks[before]]) + [ranks[token]]
         assert classes_of(tokenizer, ids)[-1] == by_name[wanted], (before, token)
 
@@ -330,10 +336,9 @@ def test_the_report_has_a_row_for_every_choice_and_labels_what_is_not_causal(go)
     lines, record, err = go("router", out_dir="out/expert", compare="out/token", thresholds="[0, .25]")
     part = record["parts"]["router"]
     rows = [line for line in lines if line.startswith(("out/expert", "out/token"))]
-    assert [next((word for word in ("causal, threshold 0.5", "top-k (not causal)", "as many by lot", "token-choice") if word in line), "") for line in rows[:4]] == \
-        ["causal, threshold 0.5", "top-k (not causal)", "as many by lot", "token-choice"]
-    for line, way in zip(rows, (part, part["topk"], part["lot"], part["compare"][0])):
-        assert f"{way['nats_per_token']:.4f}" in line and f"{way['mean_depth']:.3f}" in line
+    for line, name, way in zip(rows, ("causal, threshold 0.5", "top-k (not causal)", "as many by lot", "token-choice"),
+                               (part, part["topk"], part["lot"], part["compare"][0])):
+        assert name in line and f"{way['nats_per_token']:.4f}" in line and f"{way['mean_depth']:.3f}" in line
     assert f"{part['topk']['minus_causal']['value']:+.4f}" in rows[1] and all("(not causal)" in line for line in lines if "top-k" in line)
     assert [p["threshold"] for p in part["thresholds"]] == [0, 0.25, 0.5] and sum("the model's own" in line for line in lines) == 1
     assert any("of 32 positions" in line and "8 windows" in line for line in lines)
@@ -341,10 +346,12 @@ def test_the_report_has_a_row_for_every_choice_and_labels_what_is_not_causal(go)
     assert json.loads(Path("out/expert/eval.json").read_text("utf-8")) == record
 
 
-def test_a_run_without_a_router_is_skipped_and_refused_by_name(go):
+def test_a_run_without_a_router_is_skipped_and_refused_by_name(go, capsys):
     lines, record, err = go(out_dir="out/none")
     assert list(record["parts"]) == ["loss", "depth"] and err.count("out/none has no router: the part router is left out") == 1
-    assert "out/none has no router" in refusal(evaluation.main, ["loss", "router", "--out_dir=out/none", "--device=cpu"]) and not Path("out/none/eval.json.tmp").exists()
+    before = Path("out/none/eval.json").read_text("utf-8")
+    assert "out/none has no router, so there is nothing" in refusal(evaluation.main, ["loss", "router", "--out_dir=out/none", "--device=cpu"])
+    assert Path("out/none/eval.json").read_text("utf-8") == before and capsys.readouterr().out == ""                   # refused before any work
     lines, record, err = go("router", out_dir="out/token", compare="out/none")
     assert record["parts"]["router"]["compare"] == [] and err.count("out/none has no router, so it has no part in what follows") == 1
     assert list(go(out_dir="out/token")[1]["parts"]) == ["loss", "depth", "router"]
@@ -366,6 +373,15 @@ def test_the_part_loss_of_an_expert_run_gives_both_ways(go):
     assert part["topk"]["minus_causal"]["value"] == pytest.approx((nats["topk"] - nats["causal"]) / (len(ids) - 1), abs=1e-5)
     assert any("the same with top-k (not causal)" in line and f"{part['topk']['minus_causal']['value']:+.4f}" in line for line in lines)
     assert "topk" not in go("loss", out_dir="out/token")[1]["parts"]["loss"]
+
+
+@pytest.mark.parametrize("name", ["expert", "token"])
+def test_a_run_that_diverged_is_measured_and_is_not_a_number(go, name):
+    state = train.load_checkpoint(Path(f"out/{name}/ckpt.pt"))
+    state["model"]["embed.weight"].fill_(math.nan)
+    train.save_checkpoint(Path(f"out/{name}/ckpt.pt"), state)
+    part = go("router", out_dir=f"out/{name}")[1]["parts"]["router"]
+    assert part["nats_per_token"] == "NaN" and part["mean_depth"] >= 1
 
 
 @pytest.mark.slow
