@@ -1,10 +1,11 @@
-"""Measure trained runs: the loss of the whole validation split, and the loss at every depth against what it costs.
+"""Measure trained runs: the loss of the whole validation split, the loss at every depth against what it costs, and what routers do.
 
     python eval.py                                                # every part, for the newest run in out/
     python eval.py loss --out_dir=out/grt_tiny --compare=out/gpt_tiny       # side by side, with a paired difference
     python eval.py depth --out_dir=out/grt_tiny --compare=out/gpt_tiny --compare=out/recursive_tiny     # and out/grt_tiny/depth.png
+    python eval.py router --out_dir=out/RUN                       # a routed run: who goes on, and what that is worth; RUN/router.png
 
-Parts: loss, depth; none = all. Tables and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also
+Parts: loss, depth, router; none = all. Tables and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also
 in OUT_DIR/eval.json, where the parts of earlier calls stay while the checkpoint is the same.
 """
 import hashlib
@@ -13,7 +14,7 @@ import math
 import platform
 import sys
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +26,10 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import GPT, NO_CACHES, Silence, at_least_fp32
+from model import FORMS, GPT, NO_CACHES, Silence, at_least_fp32, fold_in, generator, topk
 from sample import load_run, newest_run
-from train import Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, pick_device, write_whole
+from train import (RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, max_vio,
+                   pick_device, write_whole)
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
@@ -41,7 +43,8 @@ class EvalConfig:
     compare: list[str] = key([], "a further run (folder or checkpoint) to set beside it; may be repeated")
     dataset: str | None = key(None, "data set whose validation split is read; None = each run's own")
     data_dir: str | None = key(None, "folder of the data sets; None = the one that each run was trained from")
-    eval_tokens: int = key(65536, "depth: validation tokens, in fixed windows, evenly spaced (loss always reads the whole split)")
+    eval_tokens: int = key(65536, "depth, router: validation tokens, in fixed windows, evenly spaced (loss always reads the whole split)")
+    thresholds: list[float] = key([n / 10 for n in range(11)], "router, expert-choice: thresholds to try beside the model's own")
     batch_size: int | None = key(None, "windows at a time, which changes no result; None = the run's own")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, mps ...")
     dtype: str | None = key(None, "auto = bfloat16 autocast on CUDA, float32 elsewhere; None = the run's own", choices=("auto", "float32", "bfloat16"))
@@ -54,6 +57,7 @@ class Run(NamedTuple):
     """A trained model beside the validation split that it is measured on."""
     folder: Path                  # or one of its checkpoints
     model: GPT                    # in evaluation mode: no dropout, no noise
+    tokenizer: object
     state: dict                   # the checkpoint without its tensors
     dataset: str
     meta: dict                    # the data set's meta.json
@@ -86,7 +90,7 @@ def read_state(folder):
 
 
 def open_run(folder, state, s, device, autocast):
-    own, (model, _, about) = state["settings"], load_run(folder, device)
+    own, (model, tokenizer, about) = state["settings"], load_run(folder, device)
     if about["step"] != state["step"]:                        # a run that is still trained
         raise UserError(f"{checkpoint_of(folder)} was saved anew while it was read; run the command again")
     dataset, data_dir = s.dataset or own["dataset"], s.data_dir or own["data_dir"]
@@ -102,7 +106,7 @@ def open_run(folder, state, s, device, autocast):
                         f"block_size={model.cfg.block_size}; use a larger --dataset=")
     split = Split(data_dir, dataset, "val", meta, model.cfg.block_size)
     split.check_ids(model.cfg.vocab_size)
-    return Run(folder, model, state, dataset, meta, split, s.batch_size or own["batch_size"], device, autocast)
+    return Run(folder, model, tokenizer, state, dataset, meta, split, s.batch_size or own["batch_size"], device, autocast)
 
 
 # ----------------------------------------------------------------------------------------------- nats, window by window
@@ -123,10 +127,10 @@ def exit_depths(cfg):
     return list(range((2 if cfg.router == "none" else 1) * cfg.n_recur + 1))
 
 
-def features_at(model, ids_BT, depths):
+def features_at(model, ids_BT, depths, routing="causal"):
     """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower."""
     cfg, cache, noise, done = model.cfg, NO_CACHES[model.cfg.kv](), Silence(), 0
-    h_BTD, e_BTD, outer = model.start(ids_BT, cache)
+    h_BTD, e_BTD, outer = model.start(ids_BT, cache, routing=routing)
     anchor, who = model.recursion.update.anchor(e_BTD), model.recursion.router.enter(e_BTD, outer, cfg.n_recur)
     for depth in depths:
         wanted = round(depth * cfg.n_core) if is_plain(cfg) else depth          # blocks, or steps
@@ -164,12 +168,12 @@ def batches(run, starts):
 
 
 @torch.no_grad()
-def window_nats(run, starts, depths):
+def window_nats(run, starts, depths, routing="causal"):
     """(nats, counts) as float64 arrays: nats[i, w] of window w at depths[i], and counts[w] targets."""
     nats, counts = [], []
     for ids_BT, targets_BT in batches(run, starts):
         with run.autocast:
-            rows = [row_nats(run.model, x_BTD, targets_BT) for x_BTD in features_at(run.model, ids_BT, depths)]
+            rows = [row_nats(run.model, x_BTD, targets_BT) for x_BTD in features_at(run.model, ids_BT, depths, routing)]
         nats.append(torch.stack([nats_B for nats_B, _ in rows]))
         counts.append(rows[0][1])
     return torch.cat(nats, 1).numpy(), torch.cat(counts).numpy()
@@ -190,6 +194,15 @@ def interval(means):
     return None if np.isnan(means).any() else np.quantile(means, (0.025, 0.975)).tolist()
 
 
+def loss_of(nats, counts):
+    return {"nats_per_token": nats.sum() / counts.sum(), "interval": interval(bootstrap(nats, counts))}
+
+
+def paired(nats, other, counts):
+    """nats minus other, per token, over the same windows."""
+    return {"value": (nats - other).sum() / counts.sum(), "interval": interval(bootstrap(nats - other, counts))}
+
+
 # ------------------------------------------------------------------------------------------------------------- part: loss
 
 
@@ -201,6 +214,9 @@ def measure_loss(run):
     numbers = {"tokens": int(counts.sum()), "windows": len(counts), "block_size": run.split.width - 1, "nats_per_token": mean,
                "interval": interval(bootstrap(nats, counts)), "bits_per_byte": mean * run.bits,
                "perplexity": math.inf if mean > 700 else math.exp(mean)}
+    if run.model.cfg.router == "expert":
+        (topk_nats,), _ = window_nats(run, whole_split(run.split), depths, "topk")
+        numbers["topk"] = {"causal": False, **loss_of(topk_nats, counts), "minus_causal": paired(topk_nats, nats, counts)}
     return {**numbers, "train": against_train(run)}, nats, counts
 
 
@@ -255,6 +271,9 @@ def report_loss(runs, s):
          [(run.name, str(run.state["step"]), f"{n['nats_per_token']:.4f}", show_interval(n["interval"], ".4f"), f"{n['bits_per_byte']:.4f}",
            f"{n['perplexity']:,.2f}", f"{n['tokens']:,}", f"{n['windows']:,}") for run, n, *_ in measured])
     for run, n, *_ in measured:
+        if "topk" in n:
+            value, pair = n["topk"]["minus_causal"].values()
+            print(f"{run.name}: the same with {TOPK} {n['topk']['nats_per_token']:.4f} nats/token: {value:+.4f}, 95% interval {show_interval(pair, '+.4f')}")
         t = n["train"]
         print(f"{run.name}: train.py's {t['windows']} windows {t['nats_per_token']:.7f} nats/token, stored {t['stored']:.7f}: "
               f"{t['why'] or f'they agree to {TOLERANCE:.0e}'}")
@@ -279,6 +298,17 @@ def measure_depth(run, eval_tokens):
     return {"windows": len(starts), "tokens": int(counts.sum()), "layout": cfg.layout, "update": cfg.update, "points": points}
 
 
+def tell_unpaired(runs):
+    for run in runs[1:]:
+        if why := why_unpaired(runs[0], run):
+            print(f"{run.name}: not the windows of {runs[0].name}, as {why}" + ("; compare bits/byte alone" if "tokenizers" in why else ""))
+
+
+def common_unit(runs):
+    """In what the losses of these runs can be drawn together."""
+    return "nats_per_token" if all(run.meta["fingerprint"] == runs[0].meta["fingerprint"] for run in runs) else "bits_per_byte"
+
+
 def training_at(cfg, depth):
     """What training knew of a depth. A model does best where it was trained; elsewhere expect worse."""
     low = cfg.min_depth if cfg.depth_sampling == "uniform" else cfg.n_recur
@@ -290,9 +320,7 @@ def report_depth(runs, s):
     measured = [(run, measure_depth(run, s.eval_tokens)) for run in runs]
     print(f"depth: loss after each step against FLOPs of a forward pass, on {measured[0][1]['windows']:,} fixed windows "
           f"({measured[0][1]['tokens']:,} tokens); k/L = a dense model left after k of its L core blocks")
-    for run in runs[1:]:
-        if why := why_unpaired(runs[0], run):
-            print(f"{run.name}: not the windows of {runs[0].name}, as {why}" + ("; compare bits/byte alone" if "tokenizers" in why else ""))
+    tell_unpaired(runs)
     rows = []
     for run, n in measured:
         cfg = run.model.cfg
@@ -310,31 +338,51 @@ def report_depth(runs, s):
 def draw(measured):
     """OUT_DIR/depth.png: one line per run, a ring around its full depth; what is far above all rings leaves the frame, or
     nobody could tell those apart. Returns the path, or None, and says why."""
-    try:
-        from matplotlib.figure import Figure                  # not pyplot: no display, no global state, PNG is drawn by Agg
-    except ImportError:
-        print("note: no picture, as matplotlib is not here (pip install matplotlib)", file=sys.stderr)
+    if (figure := new_figure(8, 5)) is None:
         return None
-    first, path = measured[0][0], measured[0][0].home / "depth.png"
-    unit = "nats_per_token" if all(run.meta["fingerprint"] == first.meta["fingerprint"] for run, _ in measured) else "bits_per_byte"
-    axes = (figure := Figure(figsize=(8, 5), layout="constrained")).subplots()
+    first = measured[0][0]
+    unit = common_unit([run for run, _ in measured])
+    axes = figure.subplots()
     for run, n in measured:
         cfg, x, y = run.model.cfg, [p["flops_per_token"] for p in n["points"]], [p[unit] for p in n["points"]]
-        label = f"{n['layout']} {n['update']} ({run.name})".replace("$", r"\$")
-        (line,) = axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, label=label)
+        (line,) = axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, label=plain(f"{n['layout']} {n['update']} ({run.name})"))
         for p, x_p, y_p in zip(n["points"], x, y):
             if p["depth"] == cfg.n_recur:
                 axes.plot(x_p, y_p, "o", markersize=11, fillstyle="none", color=line.get_color())
             if not is_plain(cfg):
                 axes.annotate(str(p["depth"]), (x_p, y_p), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8, color=line.get_color())
-    every = [p[unit] for _, n in measured for p in n["points"] if math.isfinite(p[unit])]
-    top = 1.5 * max(p[unit] for _, n in measured for p in n["points"] if p["training"] == "full depth")
-    if every and max(every) > top:
-        axes.set_ylim(min(every) - (top - min(every)) / 20, top)
+    crop(axes, [p[unit] for _, n in measured for p in n["points"]],
+         1.5 * max(p[unit] for _, n in measured for p in n["points"] if p["training"] == "full depth"))
     axes.set(xscale="log", xlabel="FLOPs per token, one forward pass", ylabel=f"validation loss, {unit.replace('_', ' ')}",
              title="Loss at every depth (number: steps; ring: full depth; a dense model: after each block)")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
+    return save_picture(figure, first.home / "depth.png")
+
+
+def new_figure(width, height):
+    """An empty picture of so many inches; None, and one line, without matplotlib."""
+    try:
+        from matplotlib.figure import Figure                  # not pyplot: no display, no global state, PNG is drawn by Agg
+        return Figure(figsize=(width, height), layout="constrained")
+    except ImportError:
+        print("note: no picture, as matplotlib is not here (pip install matplotlib)", file=sys.stderr)
+
+
+def plain(text):
+    """Text that matplotlib shall not take for mathematics."""
+    return text.replace("$", r"\$")
+
+
+def crop(axes, values, top):
+    """Leave what is far above out of the frame, or nobody could tell the rest apart."""
+    every = [value for value in values if math.isfinite(value)]
+    if every and max(every) > top:
+        axes.set_ylim(min(every) - (top - min(every)) / 20, top)
+
+
+def save_picture(figure, path):
+    """Its path; None, and why, where it could not be written."""
     try:
         write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
         print(f"picture: {path}")
@@ -343,11 +391,396 @@ def draw(measured):
         print(f"note: no picture: {error}", file=sys.stderr)
 
 
+# ----------------------------------------------------------------------------------------------------------- part: router
+
+TOPK = "top-k (not causal)"   # training's choice: the k best of a row, for which a token's fate hangs on later ones
+LOT = "as many by lot"        # the floor
+BINS = 20                     # of a score in 0..1
+PANELS = 4                    # histograms in the picture
+
+CLASSES = ("word start", "continuation", "opening mark", "closing mark", "after an opening mark", "whitespace", "other")
+START, CONTINUATION, OPENING, CLOSING, AFTER, WHITESPACE, OTHER = range(len(CLASSES))
+
+
+def character_kind(c):
+    """What a character is, as the class of a token that begins with it. An opening and a closing mark is a bracket; a quote
+    may be either, and is other. U+FFFD is a byte that is no character by itself: a part of one, most often of a letter."""
+    return (OPENING if c in "([{" else CLOSING if c in ")]}" else WHITESPACE if c.isspace() else
+            START if c.isalnum() or c in "_\ufffd" else OTHER)
+
+
+class TokenClasses:
+    """Each token's class, by its first character that is no whitespace and by the character before that one, which is in
+    the token too (" the") or ends the token before. In this order:
+
+    whitespace             there is no such character: the token is spaces, tabs, line ends
+    opening, closing mark  it is one of ( [ {, or of ) ] }
+    after an opening mark  the character before it is ( [ or {
+    word start             it is a letter, digit or _, and the one before it is none of these
+    continuation           the same, and so is the one before it
+    other                  the rest: punctuation, quotes, operators, end-of-text
+
+    A window's first token follows nothing, and so does what comes after end-of-text. With a token per byte the rule is
+    the same; all bytes of a character beyond ASCII count as letters."""
+
+    def __init__(self, tokenizer, vocab_size):
+        special, rows = set(tokenizer._special_tokens.values()), []
+        for token in range(vocab_size):
+            try:
+                text = "" if token in special else tokenizer.decode_single_token_bytes(token).decode("utf-8", "replace")
+            except KeyError:                                  # the table is longer than the tokenizer's, or that has gaps
+                text = ""
+            first = character_kind((text.lstrip() or text)[0]) if text else OTHER
+            rows.append((first, character_kind(text[-1]) if text else OTHER, not text or text[0].isspace()))
+        self.first_V, self.last_V, self.apart_V = (torch.tensor(column) for column in zip(*rows))      # apart: from the token before
+
+    def of(self, ids_BT):
+        """(B, T) indices into CLASSES, on the CPU."""
+        ids_BT = ids_BT.cpu()
+        first_BT = self.first_V[ids_BT]
+        before_BT = F.pad(self.last_V[ids_BT[:, :-1]], (1, 0), value=OTHER).masked_fill(self.apart_V[ids_BT], WHITESPACE)
+        free_BT = (first_BT == START) | (first_BT == OTHER)   # no mark and no space
+        class_BT = first_BT.masked_fill((first_BT == START) & (before_BT == START), CONTINUATION)
+        return class_BT.masked_fill(free_BT & (before_BT == OPENING), AFTER)
+
+
+class Lot:
+    """In place of topk: as many tokens of each row, drawn by lot, and the score of each is still its own. So it shows what
+    choosing is worth. A draw is a function of row and step alone; `first`: how many rows came before this batch."""
+
+    def __init__(self, first):
+        self.first, self.step = first, 0
+
+    def __call__(self, by_BC, decided_BC, k, real_BC):
+        self.step += 1
+        draws = [torch.rand(by_BC.size(1), generator=generator(fold_in(0, "lot", self.first + b, self.step))) for b in range(len(by_BC))]
+        return topk(torch.stack(draws).to(by_BC.device), decided_BC, k, real_BC)
+
+
+def routed_pass(model, ids_BT, choose, threshold):
+    """(what the head reads, steps taken (B, T), what routers were asked: see RouterWatch) at full depth, tokens chosen by
+    `choose`. Token-choice models choose in one way only."""
+    cache = NO_CACHES[model.cfg.kv]()
+    with RouterWatch(model) as watch:
+        h_BTD, e_BTD, outer = model.start(ids_BT, cache, threshold=threshold)
+        h_BTD, who = model.recursion(h_BTD, e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache)
+    depth_BT = who.depth[..., 0] if torch.is_tensor(who.depth) else torch.full_like(ids_BT, who.depth)
+    return model.finish(h_BTD, outer, cache), depth_BT, watch.asked(depth_BT)
+
+
+class Tally:
+    """What one way of choosing came to: nats of each window, steps of each token, and at each step how the tokens that were
+    asked fall on the router's scores, those who went on (row 1) and those who did not (row 0) apart."""
+
+    def __init__(self, cfg, bits):
+        self.cfg, self.bits, self.nats, self.depths = cfg, bits, [], []
+        self.score_counts = np.zeros((cfg.n_recur, 2, BINS), int)
+        self.yes_counts = np.zeros((cfg.n_recur, 2, 2), int)      # by going on, by reaching the threshold
+
+    def add(self, nats_B, depth_BT, asked):
+        self.nats.append(nats_B.numpy())
+        self.depths.append(depth_BT.cpu().numpy().astype(np.int16))
+        for step, heard in enumerate(asked):
+            if heard is not None:
+                score_N, went_N = heard[0].sigmoid(), heard[1].long()
+                self.score_counts[step] += grid(went_N, bins(score_N), BINS)
+                self.yes_counts[step] += grid(went_N, (score_N >= self.cfg.threshold).long(), 2)
+
+    @property
+    def depth_WT(self):
+        return np.concatenate(self.depths)
+
+    @property
+    def step_shares(self):
+        """Share of all tokens that took each step."""
+        return [float((self.depth_WT > step).mean()) for step in range(self.cfg.n_recur)]
+
+    def numbers(self, counts):
+        loss, depth_WT = loss_of(np.concatenate(self.nats), counts), self.depth_WT
+        numbers = {**loss, "bits_per_byte": loss["nats_per_token"] * self.bits, "mean_depth": float(depth_WT.mean()),
+                   "depth_shares": depth_shares(depth_WT, self.cfg.n_recur)}
+        return numbers | ({"flops_per_token": flops_at(self.cfg, self.step_shares)} if self.cfg.router == "expert" else {})
+
+    def minus(self, other, counts):
+        return paired(np.concatenate(self.nats), np.concatenate(other.nats), counts)
+
+
+def bins(score_N):
+    return (score_N * BINS).nan_to_num(0).long().clamp(0, BINS - 1)          # a run that diverged has NaN
+
+
+def grid(row_N, column_N, n_columns):
+    return torch.bincount(row_N * n_columns + column_N, minlength=2 * n_columns).view(2, n_columns).cpu().numpy()
+
+
+def depth_shares(depths, n_recur):
+    """Share of the tokens at depth 0, 1 .. n_recur."""
+    return (np.bincount(depths.flatten(), minlength=n_recur + 1) / max(1, depths.size)).tolist()
+
+
+def flops_at(cfg, shares):
+    """FLOPs per token of an expert-choice model whose step r was taken by shares[r] of all tokens, to the nearest token of
+    a whole context. (Attention as if all windows had the mean: a little less than the mean over windows.)"""
+    S = cfg.block_size
+    k = [round(share * S) for share in shares]
+    depth = next((step for step, n in enumerate(k) if not n), cfg.n_recur)             # nobody took more
+    return replace(cfg, capacity=[min(1, (max(1, n) + 0.5) / S) for n in k]).flops_per_token(S, depth=depth)
+
+
+def agreement(counts):
+    """How a router's yes or no agrees with who went on; counts[went on, said yes]. None where there is nobody to judge by."""
+    (true_no, false_yes), (false_no, true_yes) = counts.tolist()
+    rate = lambda right, wrong: right / (right + wrong) if right + wrong else None
+    positive, negative = rate(true_yes, false_no), rate(true_no, false_yes)
+    return {"asked": int(counts.sum()), "chosen": true_yes + false_no, "accuracy": rate(true_yes + true_no, false_yes + false_no),
+            "balanced": None if None in (positive, negative) else (positive + negative) / 2, "true_positive": positive, "true_negative": negative}
+
+
+def by_class(depth_WT, class_WT, n_recur):
+    """{class: how many tokens, their mean depth, their shares at depth 0 .. n_recur}"""
+    members = {name: depth_WT[class_WT == i] for i, name in enumerate(CLASSES)}
+    return {name: {"count": len(depths), "mean_depth": float(depths.mean()) if len(depths) else None, "depth_shares": depth_shares(depths, n_recur)}
+            for name, depths in members.items()}
+
+
+def ways(cfg, thresholds, first):
+    """{name or threshold: (how tokens are chosen, threshold)}, for a batch that `first` rows came before."""
+    own = {"causal": (FORMS["causal"], cfg.threshold)}
+    return own if cfg.router == "token" else {**own, "topk": (topk, cfg.threshold), "lot": (Lot(first), cfg.threshold),
+                                              **{threshold: (FORMS["causal"], threshold) for threshold in thresholds}}
+
+
+@torch.no_grad()
+def walk(run, starts, thresholds):
+    """({way: Tally}, targets of each window, class of each token (W, T), token-choice: histogram of p of the depth chosen)."""
+    model, cfg = run.model, run.model.cfg
+    kinds, classes, counts, p_counts = TokenClasses(run.tokenizer, cfg.vocab_size), [], [], np.zeros(BINS, int)
+    tallies = {name: Tally(cfg, run.bits) for name in ways(cfg, thresholds, 0)}
+    for ids_BT, targets_BT in batches(run, starts):
+        for name, way in ways(cfg, thresholds, sum(map(len, counts))).items():
+            with run.autocast:
+                x_BTD, depth_BT, asked = routed_pass(model, ids_BT, *way)
+                nats_B, count_B = row_nats(model, x_BTD, targets_BT)
+            tallies[name].add(nats_B, depth_BT, asked)
+        if cfg.router == "token":
+            p_counts += chosen_scores(model, ids_BT, depth_BT, run.autocast)
+        classes.append(kinds.of(ids_BT))
+        counts.append(count_B)
+    return tallies, torch.cat(counts).numpy(), torch.cat(classes).numpy(), p_counts
+
+
+def chosen_scores(model, ids_BT, depth_BT, autocast):
+    """Token-choice: histogram of the score that each token gives the depth that it chose."""
+    router = model.recursion.router
+    with autocast:
+        p_BTR = router.score(router.unit(model.start(ids_BT, NO_CACHES[model.cfg.kv]())[1]))
+    p_N = p_BTR.gather(-1, depth_BT[..., None] - 1).flatten()
+    return torch.bincount(bins(p_N), minlength=BINS).cpu().numpy()
+
+
+def measure_router(run, s):
+    cfg, starts = run.model.cfg, fixed_windows(run.split, s.eval_tokens)
+    tallies, counts, class_WT, p_counts = walk(run, starts, {*s.thresholds} - {cfg.threshold})
+    causal = tallies["causal"]
+    numbers = {"router": cfg.router, "layout": cfg.layout, "windows": len(counts), "tokens": int(counts.sum()), "block_size": cfg.block_size,
+               **causal.numbers(counts), "classes": by_class(causal.depth_WT, class_WT, cfg.n_recur)}
+    return numbers | (token_numbers if cfg.router == "token" else expert_numbers)(cfg, tallies, counts, p_counts)
+
+
+def token_numbers(cfg, tallies, counts, p_counts):
+    load = np.bincount(tallies["causal"].depth_WT.flatten(), minlength=cfg.n_recur + 1).tolist()
+    return {"max_vio": max_vio(load), "scores": p_counts.tolist()}
+
+
+def expert_numbers(cfg, tallies, counts, p_counts):
+    causal, best, lot = (tallies[name] for name in ("causal", "topk", "lot"))
+    choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1 and cfg.router_choice == "score"]     # of a router
+    dead_T = (best.depth_WT < cfg.n_recur).all(0)
+    dial = {cfg.threshold: causal, **{way: tally for way, tally in tallies.items() if not isinstance(way, str)}}
+    return {"threshold": cfg.threshold, "capacities": cfg.capacities,
+            "topk": {"causal": False, **best.numbers(counts), "minus_causal": best.minus(causal, counts)},
+            "lot": {**lot.numbers(counts), "minus_topk": lot.minus(best, counts), "minus_causal": lot.minus(causal, counts)},
+            "accuracy": {"pooled": agreement(best.yes_counts.sum(0)), "steps": {step: agreement(best.yes_counts[step]) for step in choices}},
+            "dead": {"ratio": float(dead_T.mean()), "positions": len(dead_T), "windows": len(counts)},
+            "scores": {step: dict(zip(("left", "chosen"), best.score_counts[step].tolist())) for step in choices},
+            "thresholds": [{"threshold": threshold, "own": threshold == cfg.threshold, **tally.numbers(counts)}
+                           for threshold, tally in sorted(dial.items())]}
+
+
+def report_router(runs, s):
+    """Who goes on, by which choice, at what loss: every routed run; one picture."""
+    for run in runs:
+        if run.model.cfg.router == "none":
+            print(f"note: {run.name} has no router, so it has no part in what follows", file=sys.stderr)
+    measured = [(run, measure_router(run, s)) for run in runs if run.model.cfg.router != "none"]
+    n = measured[0][1]
+    print(f"router: who goes on, on {n['windows']:,} fixed windows ({n['tokens']:,} tokens)")
+    tell_unpaired([run for run, _ in measured])
+    show_choices(measured)
+    show_shares(measured)
+    show_accuracy(measured)
+    show_thresholds(measured)
+    for run, n in measured:
+        show_classes(run, n)
+    others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
+    return {**measured[0][1], "picture": draw_router(measured), "compare": others}
+
+
+def show_choices(measured):
+    rows = []
+    for run, n in measured:
+        causal = f"causal, threshold {n['threshold']:g}" if n["router"] == "expert" else "token-choice"
+        for name, way in [(causal, n)] + [(name, n[key]) for name, key in ((TOPK, "topk"), (LOT, "lot")) if key in n]:
+            d = way.get("minus_causal")
+            rows.append((run.name, name, f"{way['nats_per_token']:.4f}", show_interval(way["interval"], ".4f"), f"{way['bits_per_byte']:.4f}",
+                         f"{way['mean_depth']:.3f}", f"{way['flops_per_token'] / 1e6:,.3f}" if "flops_per_token" in way else "-",
+                         *((f"{d['value']:+.4f}", show_interval(d["interval"], "+.4f")) if d else ("-", "-"))))
+    head = ("run", "who goes on", "nats/token", "95% interval", "bits/byte", "mean depth", "MFLOP/token", "minus causal", "95% interval")
+    show(head, rows)
+
+
+def show_shares(measured):
+    """Shares of the tokens at each depth, as they decide for themselves (causal)."""
+    deepest = max(len(n["depth_shares"]) for _, n in measured)
+    low = 0 if any(n["depth_shares"][0] for _, n in measured) else 1
+    print("share of the tokens at each depth (causal)")
+    show(("run", *(f"depth {depth}" for depth in range(low, deepest)), "MaxVio"),
+         [(run.name, *(f"{share:.1%}" for share in n["depth_shares"][low:]), *[""] * (deepest - len(n["depth_shares"])),
+           f"{n['max_vio']:.3f}" if "max_vio" in n else "-") for run, n in measured])
+
+
+def show_accuracy(measured):
+    """Does a token know by itself what top-k would say?"""
+    rate = lambda value: "-" if value is None else f"{value:.3f}"
+    rows = [(run.name, str(step), f"{a['asked']:,}", f"{a['chosen']:,}", *(rate(a[name]) for name in RATES))
+            for run, n in measured if n["router"] == "expert" and n["scores"]
+            for step, a in [*n["accuracy"]["steps"].items(), ("all", n["accuracy"]["pooled"])]]
+    if rows:
+        print(f"the threshold's answer against membership of {TOPK}, among the tokens asked")
+        show(("run", "step", "asked", "chosen", *(name.replace("_", " ") for name in RATES)), rows)
+    for run, n in measured:
+        if dead := n.get("dead"):
+            print(f"{run.name}: dead tokens {dead['ratio']:.1%}: of {dead['positions']:,} positions, those that {TOPK} sends through the last step "
+                  f"in none of {dead['windows']:,} windows")
+
+
+RATES = ("accuracy", "balanced", "true_positive", "true_negative")
+
+
+def show_thresholds(measured):
+    rows = [(run.name, f"{p['threshold']:g}", f"{p['mean_depth']:.3f}", f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}",
+             "the model's own" * p["own"]) for run, n in measured for p in n.get("thresholds", ())]
+    if rows:
+        print("the threshold as a dial (causal)")
+        show(("run", "threshold", "mean depth", "MFLOP/token", "nats/token", ""), rows)
+
+
+def show_classes(run, n):
+    print(f"{run.name}: depth by kind of token (causal)")
+    low = 0 if n["depth_shares"][0] else 1
+    show(("kind of token", "tokens", "mean depth", *(f"depth {depth}" for depth in range(low, len(n["depth_shares"])))),
+         [(name, f"{c['count']:,}", f"{c['mean_depth']:.3f}", *(f"{share:.1%}" for share in c["depth_shares"][low:]))
+          for name, c in n["classes"].items() if c["count"]])
+
+
+def draw_router(measured):
+    """OUT_DIR/router.png: loss against mean depth for every run; scores and depth by kind of token for the first."""
+    (run, n), panels = measured[0], score_panels(measured[0][1])
+    if (figure := new_figure(12, 8)) is None:
+        return None
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1.3, 1)) if panels else (figure, None)
+    left, right = top.subplots(1, 2)
+    draw_dial(left, measured)
+    draw_classes(right, run, n)
+    for axes, (title, series) in zip(bottom.subplots(1, len(panels), squeeze=False)[0] if panels else (), panels):
+        edges = np.linspace(0, 1, BINS + 1)
+        for label, counts in series.items():
+            axes.stairs(counts, edges, fill=True, alpha=0.5, label=label)
+        axes.set(title=title, xlabel="score", ylabel="tokens", xlim=(0, 1), yscale="log")                 # most are at the ends
+        axes.set_ylim(bottom=0.7)
+        axes.grid(alpha=0.3)
+        if n["router"] == "expert":
+            axes.axvline(n["threshold"], color="black", linewidth=1, linestyle="--")
+            axes.legend(fontsize=8, loc="upper center")
+    return save_picture(figure, run.home / "router.png")
+
+
+def score_panels(n):
+    """(title, {label: histogram}) of each panel; of many steps some, evenly spaced."""
+    if n["router"] == "token":
+        return [("score of the depth that a token chose", {"": n["scores"]})]
+    steps = sorted(n["scores"])
+    shown = {steps[round(i)]: n["scores"][steps[round(i)]] for i in np.linspace(0, len(steps) - 1, min(PANELS, len(steps)))}
+    return [(f"step {step}: sigmoid(logit) of those asked", {"chosen by top-k": counts["chosen"], "left": counts["left"]}) for step, counts in shown.items()]
+
+
+def draw_dial(axes, measured):
+    unit = common_unit([run for run, _ in measured])
+    every = [p[unit] for _, n in measured for p in n.get("thresholds", ())]
+    for run, n in measured:
+        points = sorted(n.get("thresholds", ()), key=lambda p: p["mean_depth"]) or [n]
+        x, y = [p["mean_depth"] for p in points], [p[unit] for p in points]
+        (line,) = axes.plot(x, y, marker="o", markersize=4, label=plain(f"{n['layout']} {n['router']} ({run.name})"))
+        color = line.get_color()
+        axes.plot(n["mean_depth"], n[unit], "o", markersize=11, fillstyle="none", color=color)
+        for way, (marker, _) in MARKS.items():
+            if way in n:
+                axes.plot(n[way]["mean_depth"], n[way][unit], marker, markersize=9, color=color)
+                every.append(n[way][unit])
+        free = -math.inf                                      # right of this there is room for the next number
+        for p in points:
+            if "threshold" in p and p["mean_depth"] >= free:
+                axes.annotate(f"{p['threshold']:g}", (p["mean_depth"], p[unit]), textcoords="offset points", xytext=(0, -15), ha="center",
+                              fontsize=8, color=color)
+                free = p["mean_depth"] + n_steps(n) / 25
+    crop(axes, every, 1.5 * max(n[unit] for _, n in measured))
+    for marker, label in MARKS.values() if every else ():
+        axes.plot([], [], marker, color="grey", markersize=9, label=label)
+    axes.margins(0.06, 0.12)                                  # for the numbers
+    axes.set(xlabel="mean depth", ylabel=f"validation loss, {unit.replace('_', ' ')}",
+             title="Loss against mean depth" + "\n(number: threshold; ring: the model's own)" * bool(every),
+             xlim=(min(1, *(n["mean_depth"] for _, n in measured)) - 0.1, max(n_steps(n) for _, n in measured) + 0.1))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+MARKS = {"topk": ("x", TOPK), "lot": ("+", LOT)}
+
+
+def n_steps(n):
+    return len(n["depth_shares"]) - 1
+
+
+def draw_classes(axes, run, n):
+    from matplotlib import colormaps
+    classes, left = {name: c for name, c in n["classes"].items() if c["count"]}, 0
+    shares = np.array([c["depth_shares"] for c in classes.values()])
+    for depth in range(n_steps(n) + 1):
+        if shares[:, depth].any():
+            axes.barh(list(classes), shares[:, depth], left=left, label=f"{depth}", color=colormaps["viridis"](1 - depth / n_steps(n)))
+            left = left + shares[:, depth]
+    for i, c in enumerate(classes.values()):
+        axes.annotate(f"{c['mean_depth']:.2f}", (1.01, i), va="center", fontsize=8, annotation_clip=False)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1), xlabel="share of the tokens at each depth", title=plain(f"Depth by kind of token (right: the mean)\n{run.name}"))
+    axes.legend(title="depth", fontsize=8, loc="center left", bbox_to_anchor=(1.1, 0.5))
+
+
 # ------------------------------------------------------------------------------------------------------- tables, the record
 
 
 # A part takes the runs, the first one in front, and the settings; it prints and returns its record.
-PARTS = {"loss": report_loss, "depth": report_depth}
+PARTS = {"loss": report_loss, "depth": report_depth, "router": report_router}
+
+
+def parts_for(words, run):
+    """The parts to run: those named, else all that the run has something for."""
+    routed = run.model.cfg.router != "none"
+    if "router" in words and not routed:
+        raise UserError(f"{run.name} has no router, so there is nothing for the part router; name a routed run with --out_dir=, or leave the part out")
+    if not words and not routed:
+        print(f"note: {run.name} has no router: the part router is left out", file=sys.stderr)
+    return list(dict.fromkeys(words or [name for name in PARTS if routed or name != "router"]))
 
 
 def show(head, rows):
@@ -387,6 +820,9 @@ def parse(argv):
             hint = f"; a run is --out_dir={word}" if Path(word).exists() else near(word, PARTS) or f"; its parts are {', '.join(PARTS)}"
             raise UserError(f"command line: eval.py has no part {word!r}{hint}")
     check_ranges(s, RANGES)
+    for threshold in s.thresholds:
+        if not 0 <= threshold <= 1:
+            raise UserError(f"{s.origins['thresholds']}: thresholds={s.thresholds}: {threshold} is out of range; give numbers from 0 to 1")
     return s
 
 
@@ -397,12 +833,13 @@ def main(argv):
     s.values["dtype"] = s.dtype or states[0]["settings"]["dtype"]
     device, dtype, autocast = pick_device(s)
     runs = [open_run(folder, state, s, device, autocast) for folder, state in zip(folders, states)]
+    names = parts_for(s.words, runs[0])
     made = {"commit": commit(), "torch": str(torch.__version__), "python": platform.python_version(), "device": str(device), "dtype": dtype,
             "data": data(runs[0])}
     for run in runs:
         cfg = run.model.cfg
         print(f"{run.name}: {cfg.layout} update={cfg.update}, step {run.state['step']}, data {run.split.path}; {device} {dtype}", file=sys.stderr)
-    parts = {name: {**made, **PARTS[name](runs, s)} for name in dict.fromkeys(s.words or PARTS)}
+    parts = {name: {**made, **PARTS[name](runs, s)} for name in names}
     record = {**identity(runs[0]), "parts": parts}
     record = json.loads(json.dumps(record), parse_constant=str)                 # JSON has no NaN: it becomes a word
     print(json.dumps(record), flush=True)

@@ -74,6 +74,9 @@ class TrainConfig:
     beta1: float = key(0.9, "AdamW")
     beta2: float = key(0.95, "AdamW")
     grad_clip: float = key(1.0, "largest gradient norm; 0 = no clipping")
+    aux_router_lr_scale: float = key(1.0, "aux_router: factor on the learning rate of the routers that decide outside training (MoR: 10)")
+    router_bias_rate: float = key(0.001, "router_balance=bias: by how much a depth's bias moves after each step, up where too few tokens chose it")
+    capacity_warmup_iters: int = key(0, "expert: steps in which the capacities of training fall from 1 to their own, along a cosine")
     eval_interval: int = key(1000, "steps between evaluations, each with a checkpoint; 0 = only at the end")
     eval_tokens: int = key(65536, "validation tokens per evaluation: fixed windows, evenly spaced")
     log_interval: int = key(10, "steps between log lines")
@@ -83,7 +86,8 @@ class TrainConfig:
 
 # From (included) .. to (not): an infinite value is never meant.
 RANGES = {**dict.fromkeys(("learning_rate", "min_lr", "weight_decay", "grad_clip", "max_iters", "warmup_iters", "lr_decay_iters",
-                           "cooldown_iters", "keep_interval", "sample_tokens"), (0, math.inf)),
+                           "cooldown_iters", "keep_interval", "sample_tokens", "aux_router_lr_scale", "router_bias_rate",
+                           "capacity_warmup_iters"), (0, math.inf)),
           **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "eval_tokens", "log_interval"), (1, math.inf)),
           "seed": (0, 2**63), "beta1": (0, 1), "beta2": (0, 1)}
 
@@ -224,7 +228,8 @@ class World:
         """The module to call in training: `model`, ready for several processes. fsdp shards it in place, the loop as one
         unit: the core is gathered once in forward and once in backward, however many steps it runs."""
         if self.size > 1 and parallel == "ddp":
-            net = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            # The one buffer, a router's bias, is moved alike on every rank: nothing is to be sent at each forward.
+            net = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
             self.exchange = lambda now: setattr(net, "require_backward_grad_sync", now)          # as DDP.no_sync() does
             return net
         if self.size > 1:
@@ -313,13 +318,32 @@ def learning_rate(step, s):
     return low + schedule.shape(min(1.0, max(0.0, progress))) * (s.learning_rate - low)
 
 
-def compile_parts(model, **options):
+def extra_capacity(step, s):
+    """Share of the way from an expert's capacities up to 1 that a step still takes: 1 at first, 0 from the warm-up's end on."""
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / s.capacity_warmup_iters))) if s.capacity_warmup_iters else 0.0      # [MoR, capacity warm-up]
+
+
+def compile_parts(model, ragged=False, **options):
     """Compile blocks and the update's read and write, never the loop: depth stays a Python integer outside every graph,
-    so another depth needs no new one. In place, so the names of the weights do not change."""
-    for block in model.blocks():
+    so another depth needs no new one. In place, so the names of the weights do not change.
+
+    An expert's step takes as many tokens each time: a graph per step. ragged: how many take a step differs from call to
+    call, so the loop's parts get graphs that fit any number."""
+    if model.cfg.router != "none":                            # one code for all steps: beyond the limit it would run uncompiled
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 8 + 2 * model.cfg.n_recur)
+    inside = {**options, "dynamic": True} if ragged else options
+    for block in (*model.prelude, *model.coda):
         block.compile(**options)
+    for block in model.recursion.core:
+        block.compile(**inside)
     update = model.recursion.update
-    update.read, update.write = torch.compile(update.read, **options), torch.compile(update.write, **options)
+    update.read, update.write = torch.compile(update.read, **inside), torch.compile(update.write, **inside)
+
+
+def is_ragged(cfg, s):
+    """Whether the number of tokens in a step of training differs from call to call."""
+    return cfg.router == "token" or (cfg.router == "expert" and s.capacity_warmup_iters > 0)
 
 
 def checkpoint_activations(model):
@@ -345,20 +369,28 @@ def want_compile(choice, device):
         return False
 
 
-def step_gradients(net, batches, seeds, autocast, world=ALONE):
-    """Accumulate the gradient of one optimizer step; returns (mean loss, depth). Each micro-batch weighs as much as the
-    targets that count in it, so the update does not depend on how a batch is cut, into micro-batches or over processes."""
+def count_depths(depth_BT, n_recur):
+    """How many tokens took 0, 1 ... n_recur steps, without waiting for the device."""
+    depth_N = depth_BT.flatten()
+    return torch.zeros(n_recur + 1, dtype=torch.long, device=depth_N.device).index_add_(0, depth_N, torch.ones_like(depth_N))
+
+
+def step_gradients(net, batches, seeds, autocast, world=ALONE, n_recur=None):
+    """Accumulate the gradient of one optimizer step; returns (mean loss, how many tokens of all processes took 0 .. n_recur
+    steps; None: not counted). Each micro-batch weighs as much as the targets that count in it, so the update does not
+    depend on how a batch is cut, into micro-batches or over processes."""
     counts = [(targets_BT != -100).sum() for _, targets_BT in batches]          # tensors: no waiting for the device here
     total = world.sum(sum(counts)).clamp(min=1)
-    loss, depth = 0.0, 0.0
+    loss, load = 0.0, 0
     for i, ((ids_BT, targets_BT), count, seed) in enumerate(zip(batches, counts, seeds), 1):
         torch.manual_seed(seed[1])                            # dropout
         world.exchange(i == len(batches))                     # DDP has to know it before the forward pass
         with autocast:
             out = net(ids_BT, targets_BT, seed=seed)
         (out.loss * (count / total * world.size)).backward()  # the exchange takes the mean over processes
-        loss, depth = loss + out.loss.detach() * (count / total), depth + out.depth_BT.float().mean() / len(batches)
-    return world.sum(loss), depth
+        loss = loss + out.loss.detach() * (count / total)
+        load = load if n_recur is None else load + count_depths(out.depth_BT, n_recur)
+    return world.sum(loss), None if n_recur is None else world.sum(load)
 
 
 def clip_gradients(model, grad_clip):
@@ -367,10 +399,52 @@ def clip_gradients(model, grad_clip):
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm          # a shard of it where the weights are sharded
 
 
+class RouterWatch:
+    """Inside `with`: what an expert-choice model's routers are asked in a forward pass at full depth, and what came of it.
+
+    asked(out.depth_BT, n_rows) -> for each step (logit_N, went_on_N, position_N) over the real tokens that were asked whether
+    they go through it, row by row (of the first n_rows alone); None where a step has no choice (capacity 1, or no
+    expert-choice router). The logits are those of the routers that decide outside training."""
+
+    def __init__(self, model):
+        cfg = model.cfg
+        self.model, self.units = model, list(model.recursion.router.deciding) if cfg.router == "expert" else []
+        self.choice = [cfg.router == "expert" and share < 1 for share in cfg.capacities]
+
+    def __enter__(self):
+        self.logits, begin = {}, lambda *_: self.logits.clear()
+        self.hooks = [self.model.register_forward_pre_hook(begin)]
+        self.hooks += [unit.register_forward_hook(functools.partial(self.hear, step)) for step, unit in enumerate(self.units)]
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+    def hear(self, step, unit, args, logit_AC1):
+        self.logits[step] = logit_AC1.detach()[..., 0]
+
+    def asked(self, depth_BT, n_rows=None):
+        return [self.at(step, depth_BT, n_rows or len(depth_BT)) if choice else None for step, choice in enumerate(self.choice)]
+
+    def at(self, step, depth_BT, n_rows):
+        """Those who took the step before are asked, in order; a row with none is left out, and behind the last of a row is padding."""
+        in_BT = depth_BT >= step
+        logit_AC = self.logits.get(step, torch.zeros(0, 0, device=depth_BT.device))                # none: nobody was left to ask
+        real_AC = torch.arange(logit_AC.size(1), device=depth_BT.device) < in_BT[in_BT.any(1)].sum(1, keepdim=True)
+        row_N, position_N = in_BT.nonzero(as_tuple=True)
+        counts_N = row_N < n_rows
+        return logit_AC[real_AC][counts_N], (depth_BT > step)[in_BT][counts_N], position_N[counts_N]
+
+
 @torch.no_grad()
-def evaluate(model, split, starts, depths, batch_size, device, autocast=contextlib.nullcontext(), world=ALONE):
-    """{depth: mean cross-entropy in nats per token} over fixed windows; plain, deterministic, noise off."""
-    was_training, sums = model.training, torch.zeros(len(depths), dtype=torch.float64)
+def evaluate(model, split, starts, depths, batch_size, device, autocast=contextlib.nullcontext(), world=ALONE, routing=None, look=None):
+    """{depth: mean cross-entropy in nats per token} over fixed windows; plain, deterministic, noise off.
+
+    routing: as the model takes it. look: called with depth_BT of each full-depth pass and how many of its rows count."""
+    was_training, sums, R = model.training, torch.zeros(len(depths), dtype=torch.float64), model.cfg.n_recur
+    # Who goes on is data here, and each number of tokens would be a graph of its own.
+    stance = contextlib.nullcontext() if model.cfg.router == "none" else torch.compiler.set_stance("force_eager")
     model.eval()
     for i in range(0, math.ceil(len(starts) / world.size), batch_size):         # as many calls on every rank
         mine = starts[world.rank :: world.size][i : i + batch_size]
@@ -378,15 +452,99 @@ def evaluate(model, split, starts, depths, batch_size, device, autocast=contextl
         targets_BT = targets_BT.clone()
         targets_BT[len(mine) :] = -100                        # filled up, so that every call has the same shape: one graph
         for k, depth in enumerate(depths):
-            with autocast:
-                sums[k] += model(ids_BT, targets_BT, depth=depth).losses["ce"].item() * len(mine)
+            with autocast, stance:
+                out = model(ids_BT, targets_BT, depth=depth, routing=routing)
+            sums[k] += out.losses["ce"].item() * len(mine)
+            if look and depth == R:
+                look(out.depth_BT, len(mine))
     model.train(was_training)
     return dict(zip(depths, (world.sum(sums) / len(starts)).tolist()))
 
 
 def eval_depths(cfg):
-    """1, R/2 and R where the depth may change, else R."""
-    return sorted({1, max(1, cfg.n_recur // 2), cfg.n_recur}) if cfg.any_depth else [cfg.n_recur]
+    """1, R/2 and R where the depth may change, else R (token-choice: a token's last step differs from the others)."""
+    return sorted({1, max(1, cfg.n_recur // 2), cfg.n_recur}) if cfg.any_depth and cfg.router != "token" else [cfg.n_recur]
+
+
+def depth_shares(load, first=1):
+    """{depth: share of the tokens} from depth `first` on."""
+    return {depth: n / max(1, sum(load)) for depth, n in enumerate(load) if depth >= first or n}
+
+
+def mean_depth(load):
+    return sum(depth * n for depth, n in enumerate(load)) / max(1, sum(load))
+
+
+def max_vio(load):
+    """How far the fullest of the depths 1..R is above their mean, as a share of it: 0 = balanced  [MoR, MaxVio]."""
+    return max(load[1:]) / max(1e-9, sum(load[1:]) / len(load[1:])) - 1
+
+
+class RouterTally:
+    """What the evaluation windows show of the routers, counted over batches, then over processes, then made into numbers."""
+
+    def __init__(self, model, device):
+        cfg, zeros = model.cfg, functools.partial(torch.zeros, dtype=torch.long, device=device)
+        self.cfg, self.watch = cfg, RouterWatch(model)
+        self.load = zeros(cfg.n_recur + 1)                    # by depth, as tokens decide outside training
+        self.said = zeros(cfg.n_recur, 4)                     # of those asked at a step in a top-k pass: 2 * chosen + passes the threshold
+        self.reached = zeros(cfg.block_size)                  # windows in which top-k gave a position the last step
+
+    def look(self, depth_BT, n_rows):
+        self.load += count_depths(depth_BT[:n_rows], self.cfg.n_recur)
+
+    def look_topk(self, depth_BT, n_rows):
+        self.reached += (depth_BT[:n_rows] == self.cfg.n_recur).sum(0)
+        for said, asked in zip(self.said, self.watch.asked(depth_BT, n_rows)):
+            if asked:
+                logit_N, chosen_N, _ = asked
+                said += torch.bincount(2 * chosen_N + (logit_N.sigmoid() >= self.cfg.threshold), minlength=4)
+
+    def numbers(self, world):
+        load = world.sum(self.load).tolist()
+        numbers = {"mean_depth": mean_depth(load), "depth_shares": depth_shares(load)}
+        if self.cfg.router == "token":
+            return {**numbers, "max_vio": max_vio(load)}
+        asks = [step for step, choice in enumerate(self.watch.choice) if choice]
+        said, reached = world.sum(self.said).tolist(), world.sum(self.reached)
+        right = [self.accuracy(said[step]) for step in asks]
+        return {**numbers, "go_on": {step: sum(load[step + 1 :]) / sum(load[step:]) for step in asks if sum(load[step:])},
+                "router_accuracy": sum(right) / len(right) if right else None, "router_accuracy_at": dict(zip(asks, right)),
+                "dead_tokens": float((reached == 0).float().mean())}
+
+    @staticmethod
+    def accuracy(said):
+        """Mean of the shares of chosen and of left tokens that the threshold gets right: 1/2 for who says the same to all."""
+        kinds = [(said[0], said[0] + said[1]), (said[3], said[2] + said[3])]
+        rates = [hit / n for hit, n in kinds if n]
+        return sum(rates) / len(rates)
+
+
+def routing_line(numbers):
+    """The same numbers in words; top-k is never without its label."""
+    percent = lambda shares: "  ".join(f"{name}: {100 * share:.0f}%" for name, share in shares.items())
+    parts = [f"depth {numbers['mean_depth']:.2f} = {percent(numbers['depth_shares'])}"]
+    if "max_vio" in numbers:
+        return " | ".join([*parts, f"max violation {numbers['max_vio']:.2f}"])
+    accuracy = "-" if numbers["router_accuracy"] is None else f"{100 * numbers['router_accuracy']:.1f}%"
+    return " | ".join([*parts, f"go on {percent(numbers['go_on'])}", f"top-k (not causal) {numbers['topk_val_loss']:.4f} nats/token, causal "
+                       f"{numbers['topk_gap']:+.4f}", f"router accuracy {accuracy}", f"dead {100 * numbers['dead_tokens']:.1f}%"])
+
+
+FEW, HARDLY, PATIENCE = 0.01, 0.001, 3                        # shares at an edge: of a step, of a depth; evaluations in a row before a word
+
+
+def at_edge(cfg, numbers):
+    """A sentence where routing has stopped choosing; None where it has not."""
+    for step, share in numbers.get("go_on", {}).items():
+        if not FEW <= share <= 1 - FEW:
+            return (f"{100 * share:.1f}% of the tokens asked take step {step} (a router that chooses: {FEW:.0%} to {1 - FEW:.0%}), and its capacity "
+                    f"is {cfg.capacities[step]:.3g} of all; try a larger router_loss, aux_router=True, or another threshold")
+    if cfg.router == "token":
+        for depth, share in numbers["depth_shares"].items():
+            if share > 1 - FEW or share < HARDLY:
+                return (f"depth {depth} has {100 * share:.2f}% of the tokens (a router that chooses: {HARDLY:.1%} to {1 - FEW:.0%}); try a larger "
+                        f"router_loss, router_balance='bias' with a larger router_bias_rate, or a smaller n_recur")
 
 
 @torch.no_grad()
@@ -554,14 +712,17 @@ def check_resume(state, cfg, meta, settings):
             print(f"resume: {name} was {state['settings'][name]!r}, now {value!r}")
 
 
-SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "n_prelude", "n_core", "n_coda", "update")
+SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "n_prelude", "n_core", "n_coda", "update", "router")
+ROUTER_KEYS = ("n_recur", "router_kind", "router_width", "aux_router", "router_balance")         # where there is a router
+AUX_KEYS = ("capacity",)                                                                          # aux routers are where it is below 1
 
 
 def check_start(state, cfg, meta, settings):
     """A new run from another's weights: its tensors have to fit; depth, noise and a shorter context may differ."""
-    for name in SHAPE_KEYS:
-        if state["model_config"][name] != getattr(cfg, name):
-            raise UserError(f"init_from={settings.init_from!r}: {name} is {state['model_config'][name]!r} there and {getattr(cfg, name)!r} here; "
+    there = {**asdict(GPTConfig()), **state["model_config"]}                     # an older checkpoint lacks newer keys
+    for name in SHAPE_KEYS + ROUTER_KEYS * (cfg.router != "none") + AUX_KEYS * cfg.aux_router:
+        if there[name] != getattr(cfg, name):
+            raise UserError(f"init_from={settings.init_from!r}: {name} is {there[name]!r} there and {getattr(cfg, name)!r} here; "
                             f"give the model keys of that run")
     if cfg.block == "gpt2" and cfg.block_size > state["model_config"]["block_size"]:
         raise UserError(f"init_from={settings.init_from!r}: block_size={cfg.block_size} needs positions that it never learned; it has "
@@ -665,10 +826,11 @@ def estimate_seconds(model, settings, device, autocast, first_step, n_processes=
     """Time for the rest of the run, from a timed forward and backward of a few rows, scaled by counted FLOPs."""
     cfg, T = model.cfg, model.cfg.block_size
     flops = lambda depth: cfg.flops_per_token(T, depth=depth)
-    mean_depth = (cfg.min_depth + cfg.n_recur) / 2 if cfg.depth_sampling == "uniform" else cfg.n_recur
+    trained_depth = (cfg.min_depth + cfg.n_recur) / 2 if cfg.depth_sampling == "uniform" else cfg.n_recur
     whole = settings.batch_size * T                           # compiled code is made once, for the shape of training
     tokens = whole if compiled else int(min(whole, max(64, 1e11 / flops(cfg.n_recur))))
-    ids_BT = torch.zeros(max(1, tokens // T), min(T, tokens), dtype=torch.long, device=device)
+    B, T_timed = max(1, tokens // T), min(T, tokens)
+    ids_BT = torch.arange(B * T_timed, device=device).view(B, T_timed) % cfg.vocab_size          # equal tokens would all choose one depth
     for _ in range(2):                                        # the first run warms up
         start = time.perf_counter()
         with autocast:
@@ -679,9 +841,10 @@ def estimate_seconds(model, settings, device, autocast, first_step, n_processes=
         seconds = time.perf_counter() - start
     per_token = seconds / ids_BT.numel() / flops(cfg.n_recur)
     steps = max(0, settings.max_iters - first_step)
-    trained = steps * settings.batch_size * settings.gradient_accumulation_steps * T * flops(mean_depth) / n_processes
+    trained = steps * settings.batch_size * settings.gradient_accumulation_steps * T * flops(trained_depth) / n_processes
     n_evals = 1 + (steps // settings.eval_interval if settings.eval_interval > 0 else 0)
-    evaluated = n_evals * settings.eval_tokens * sum(map(flops, eval_depths(cfg))) / 3 / n_processes
+    passes = eval_depths(cfg) + [cfg.n_recur] * (cfg.router == "expert")         # once more with top-k
+    evaluated = n_evals * settings.eval_tokens * sum(map(flops, passes)) / 3 / n_processes
     return per_token * (trained + evaluated)
 
 
@@ -700,6 +863,7 @@ def start_page(settings, cfg, meta, folder, device, dtype, compiled, world):
               f"baselines  {baselines}   bits per byte on validation text",
               f"model      {cfg.layout} {cfg.block}{gate}: {cfg.n_params():,} unique parameters, {cfg.executed_blocks()} blocks "
               f"executed from {cfg.n_prelude + cfg.n_core + cfg.n_coda}",
+              *router_lines(cfg, settings),
               f"depth      training {cfg.depth_sampling}" + (f" {cfg.min_depth}..{cfg.n_recur}" if cfg.depth_sampling == "uniform" else f" {cfg.n_recur}")
               + f", evaluation {', '.join(map(str, eval_depths(cfg)))}",
               f"step       {B} rows x {T} tokens x {A} accumulation = {B * T * A:,} tokens; {settings.max_iters:,} steps = "
@@ -710,10 +874,29 @@ def start_page(settings, cfg, meta, folder, device, dtype, compiled, world):
     return "\n".join(lines + [f"note: {sentence}" for sentence in cfg.unused() + unused(settings, meta, world)])
 
 
+def router_lines(cfg, s):
+    """Of the start page: who decides, how many go on, whose K/V they see, and what the router's own losses weigh."""
+    if cfg.router == "none":
+        return []
+    score = f"{cfg.router_kind} router, score {cfg.router_score or {'expert': 'sigmoid', 'token': 'softmax'}[cfg.router]}"
+    if cfg.router == "expert":
+        warm = f", falling from 1 over {s.capacity_warmup_iters} steps" if s.capacity_warmup_iters else ""
+        how = (f"expert-choice: {score}, capacities {' '.join(f'{share:.3g}' for share in cfg.capacities)}{warm}; outside training "
+               f"{'the aux router' if cfg.aux_router else 'it'} decides, threshold {cfg.threshold:g}")
+    else:
+        balance = f"a bias, rate {s.router_bias_rate:g}" if cfg.router_balance == "bias" else "a loss"
+        how = f"token-choice: {score}, depths 1..{cfg.n_recur}, balanced by {balance}"
+    return [f"router     {how}; kv={cfg.kv}; losses: router {cfg.router_weight:g}, z {cfg.z_weight:g}"]
+
+
 def unused(s, meta, world):
     """Sentences about training keys that cannot matter, or hardly as they were meant, beside the others."""
     passes = s.max_iters * s.batch_size * s.gradient_accumulation_steps * s.block_size / meta["train"]["tokens"]
-    rules = [(s.parallel == "fsdp" and world.size == 1, "parallel='fsdp' has no effect on one process"),
+    of_routers = [("capacity_warmup_iters", 0, s.router == "expert", "router is not expert"),
+                  ("aux_router_lr_scale", 1.0, s.aux_router, "there is no aux_router"),
+                  ("router_bias_rate", 0.001, s.router_balance == "bias", "router_balance is not bias")]
+    rules = [*((s.values[name] != default and not used, f"{name}={s.values[name]} has no effect: {why}") for name, default, used, why in of_routers),
+             (s.parallel == "fsdp" and world.size == 1, "parallel='fsdp' has no effect on one process"),
              (s.schedule != "wsd" and s.cooldown_iters is not None, f"cooldown_iters={s.cooldown_iters} has no effect with schedule={s.schedule!r}"),
              (s.schedule == "wsd" and cooldown_start(s) < s.warmup_iters, f"no stable phase: warm-up to step {s.warmup_iters}, cool-down from "
                                                                          f"{cooldown_start(s)}"),
@@ -782,7 +965,7 @@ class Run:
     def __init__(self, s, data, folder, device, dtype, autocast, world):
         self.s, self.folder, self.device, self.autocast, self.world = s, folder, device, autocast, world
         self.meta, self.train_split, self.val_split, cfg = data
-        self.step, self.losses = 0, {"val_loss": math.inf, "val_step": 0, "best_val_loss": math.inf}
+        self.step, self.losses = 0, {"val_loss": math.inf, "val_step": 0, "best_val_loss": math.inf, "at_edge": 0}
         path, state = starting_point(s, folder)
         goes_on = s.init_from == "resume" or s.cooldown_from is not None         # else a checkpoint gives its weights alone
         if state:
@@ -804,24 +987,25 @@ class Run:
         if s.checkpoint_activations:
             checkpoint_activations(self.model)
         if compiled:
-            compile_parts(self.model, dynamic=False)          # training knows its shapes
+            compile_parts(self.model, ragged=is_ragged(cfg, s), dynamic=False)   # training knows its shapes
         first_step = state["step"] if goes_on else 0
         self.seconds = estimate_seconds(self.model, s, device, autocast, first_step, world.size, compiled)
         self.net = world.spread(self.model, s.parallel)       # the module to call in training
-        self.optimizer = torch.optim.AdamW(param_groups(self.model, s.weight_decay), lr=s.learning_rate, betas=(s.beta1, s.beta2),
-                                           fused=device.type in ("cpu", "cuda"))
+        self.optimizer = torch.optim.AdamW(param_groups(self.model, s.weight_decay, s.aux_router_lr_scale), lr=s.learning_rate,
+                                           betas=(s.beta1, s.beta2), fused=device.type in ("cpu", "cuda"))
         if goes_on:
             self.go_on(path, state)
 
     def go_on(self, path, state):
         """Step, losses and optimizer of a checkpoint; the settings at hand win over those in it."""
         groups = self.optimizer.param_groups
+        own = [{name: group[name] for name in ("weight_decay", "betas", "lr_scale")} for group in groups]
         with fitting(path):
             self.step = state["step"]
             self.losses.update({"val_step": state["step"], **{name: state[name] for name in self.losses if name in state}})
             self.optimizer.load_state_dict(scattered(state["optimizer"], [p for group in groups for p in group["params"]]))
-        for group, decay in zip(self.optimizer.param_groups, (self.s.weight_decay, 0.0)):
-            group.update(weight_decay=decay, betas=(self.s.beta1, self.s.beta2))
+        for group, mine in zip(self.optimizer.param_groups, own):
+            group.update(mine)
 
     def train(self):
         """To max_iters; the last step is always evaluated and saved."""
@@ -849,34 +1033,39 @@ class Run:
                 self.rest(self.world.any(ctrl_c.asked))
 
     def update(self):
-        """One optimizer step. Returns its loss, depth, gradient norm, learning rate and one row of ids."""
-        s, step, world = self.s, self.step, self.world
+        """One optimizer step. Returns its loss, tokens by depth, gradient norm, learning rate and one row of ids."""
+        s, step, world, router = self.s, self.step, self.world, self.model.recursion.router
         lr = learning_rate(step, s)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
+        router.warm(extra_capacity(step, s))
         micro = range(s.gradient_accumulation_steps // world.size)
         data_seeds = [fold_in(s.seed, "data", step, i * world.size + world.rank) for i in micro]
         batches = [get_batch(self.train_split, s.batch_size, seed, self.device) for seed in data_seeds]
         seeds = [(fold_in(s.seed, "shared", step, i), fold_in(s.seed, "own", step, i, world.rank)) for i in micro]
-        loss, depth = step_gradients(self.net, batches, seeds, self.autocast, world)
+        loss, load = step_gradients(self.net, batches, seeds, self.autocast, world, self.model.cfg.n_recur)
         norm = clip_gradients(self.model, s.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        router.rebalance(load[1:], s.router_bias_rate)
         self.step += 1
         self.bad_step = torch.where((self.bad_step == 0) & ~torch.isfinite(loss + norm), self.step, self.bad_step)
-        return loss, depth, norm, lr, batches[0][0][:1]
+        return loss, load, norm, lr, batches[0][0][:1]
 
-    def report(self, loss, depth, norm, lr, ids_1T):
+    def report(self, loss, load, norm, lr, ids_1T):
         """A line of the log; here the host waits for the device."""
         self.check_finite()
-        loss, depth, norm, now = float(loss), float(depth), float(norm), time.perf_counter()
+        loss, load, norm, now = float(loss), load.tolist(), float(norm), time.perf_counter()
+        depth, cfg = mean_depth(load), self.model.cfg
+        routed = {"depth_shares": depth_shares(load)} if cfg.router != "none" else {}
+        routed |= {"max_vio": max_vio(load)} if cfg.router == "token" else {}
         tokens = self.s.batch_size * self.s.gradient_accumulation_steps * self.model.cfg.block_size
         seconds = (now - self.clock) / (self.step - self.clock_step)             # of an update
         gate, left = mean_gate(self.model, ids_1T), (self.s.max_iters - self.step) * seconds
         self.log.write(f"step {self.step:6d} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:6.2f} | depth {depth:4.3g} | gate "
                        f"{'   - ' if gate is None else f'{gate:.3f}'} | {seconds * 1e3:7,.0f} ms | {tokens / seconds:7,.0f} tok/s | {human(left)} left",
                        event="step", step=self.step, loss=loss, lr=lr, grad_norm=norm, depth=depth, gate=gate, ms_per_update=seconds * 1e3,
-                       tokens_per_update=tokens, tokens_per_second=tokens / seconds)
+                       tokens_per_update=tokens, tokens_per_second=tokens / seconds, **routed)
         self.clock, self.clock_step = time.perf_counter(), self.step
 
     def rest(self, stop):
@@ -911,19 +1100,37 @@ class Run:
                             f"is in {self.folder}; a lower learning_rate may help")
 
     def evaluate(self):
-        """The validation loss, and a checkpoint with it."""
-        cfg, part = self.model.cfg, self.meta["val"]
+        """The validation loss, what the routers do, and a checkpoint with it."""
+        cfg, part, tally = self.model.cfg, self.meta["val"], RouterTally(self.model, self.device)
         starts, bits = fixed_windows(self.val_split, self.s.eval_tokens), part["tokens"] / part["bytes"] / math.log(2)   # nats per token -> bits per byte
-        by_depth = evaluate(self.model, self.val_split, starts, eval_depths(cfg), self.s.batch_size, self.device, self.autocast, self.world)
-        loss = by_depth[cfg.n_recur]
+        run = functools.partial(evaluate, self.model, self.val_split, starts, batch_size=self.s.batch_size, device=self.device, autocast=self.autocast,
+                                world=self.world)
+        by_depth = run(eval_depths(cfg), look=tally.look)
+        loss, routed = by_depth[cfg.n_recur], {}
         line = f"step {self.step:6d} | validation {loss:.4f} nats/token = {loss * bits:.4f} bits/byte"
         if len(by_depth) > 1:
             line += " | by depth " + "  ".join(f"{d}: {value * bits:.3f}" for d, value in by_depth.items())
-        self.log.write(line, event="eval", step=self.step, val_loss=loss, bits_per_byte=loss * bits, by_depth=by_depth)
+        if cfg.router == "expert":
+            with tally.watch:
+                topk = run([cfg.n_recur], routing="topk", look=tally.look_topk)[cfg.n_recur]
+            routed = {"topk_val_loss": topk, "topk_gap": loss - topk}
+        if cfg.router != "none":
+            routed |= tally.numbers(self.world)
+            line += f"\nstep {self.step:6d} | routing    {routing_line(routed)}"
+        self.log.write(line, event="eval", step=self.step, val_loss=loss, bits_per_byte=loss * bits, by_depth=by_depth, **routed)
         if not math.isfinite(loss):
             raise UserError(f"the validation loss at step {self.step} is {loss}; nothing was saved over the last good checkpoint")
-        self.losses = {"val_loss": loss, "val_step": self.step, "best_val_loss": min(self.losses["best_val_loss"], loss)}
+        self.warn_at_edge(at_edge(cfg, routed))
+        self.losses |= {"val_loss": loss, "val_step": self.step, "best_val_loss": min(self.losses["best_val_loss"], loss)}
         self.save()
+
+    def warn_at_edge(self, sentence):
+        """A note once routing has stood at an edge for some evaluations in a row, each at a step of its own."""
+        before, again = self.losses["at_edge"], self.step == self.losses["val_step"]
+        self.losses["at_edge"] = 0 if sentence is None else max(1, before + (not again))
+        if self.losses["at_edge"] >= PATIENCE:
+            self.log.write(f"note: routing, for {self.losses['at_edge']} evaluations now: {sentence}", event="note", step=self.step,
+                           evaluations=self.losses["at_edge"], sentence=sentence)
 
     def save(self, name="ckpt.pt"):
         """A checkpoint: all that the run is. Gathering shards takes every rank, writing them the first."""

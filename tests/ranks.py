@@ -24,6 +24,9 @@ import train  # noqa: E402
 CALM = dict(depth_sampling="fixed", state_noise=0.0, gate_noise=0.0, gradient_accumulation_steps=4, max_iters=10)
 WILD = dict(gradient_accumulation_steps=4, max_iters=20, eval_interval=4, dropout=0.1)
 SHORT = dict(WILD, max_iters=5, lr_decay_iters=20)
+STEADY = dict(CALM, max_iters=4, eval_interval=2, eval_tokens=160, update="replace")                # 5 windows: they do not go in two
+AUX = dict(STEADY, router="expert", aux_router=True, aux_router_lr_scale=3.0, capacity_warmup_iters=3)
+BIASED = dict(STEADY, router="token", router_balance="bias", router_bias_rate=0.02)
 RUNS = {
     "ddp": dict(CALM), "fsdp": dict(CALM, parallel="fsdp"),
     "ddp half": dict(CALM, max_iters=5, lr_decay_iters=10), "fsdp half": dict(CALM, max_iters=5, lr_decay_iters=10, parallel="fsdp"),
@@ -33,6 +36,8 @@ RUNS = {
     "gathers": dict(CALM, max_iters=2, log_interval=100, gradient_accumulation_steps=2, parallel="fsdp"),
     "on 4": dict(CALM, init_from="resume", parallel="fsdp"), "odd": dict(CALM, gradient_accumulation_steps=5),
     "routed ddp": dict(SHORT, router="expert"), "routed fsdp": dict(SHORT, router="expert", kv="share", update="replace", parallel="fsdp"),
+    "aux ddp": dict(AUX), "aux fsdp": dict(AUX, parallel="fsdp", checkpoint_activations=True),
+    "biased ddp": dict(BIASED, checkpoint_activations=True), "biased fsdp": dict(BIASED, parallel="fsdp"),
     "uneven": dict(CALM, max_iters=2), "default set": dict(CALM, max_iters=1, dataset="stdlib"),
 }
 
@@ -78,9 +83,9 @@ class Watched:
             os.kill(os.getpid(), signal.SIGINT)
         self.seen["events"].append("step")
         self.seen["first_ids"].append([ids_BT[0].tolist() for ids_BT, _ in batches])
-        loss, depth = self.step_gradients(net, with_gaps(batches) if self.name == "uneven" else batches, *args)
-        self.seen["depths"].append(float(depth))
-        return loss, depth
+        loss, load = self.step_gradients(net, with_gaps(batches) if self.name == "uneven" else batches, *args)
+        self.seen["depths"].append(train.mean_depth(load.tolist()))
+        return loss, load
 
     def on_clip(self, model, grad_clip):
         if self.seen["gradients"] is None:

@@ -391,7 +391,7 @@ def test_earlier_parts_stay_while_the_checkpoint_is_the_same(go):
 
 def test_all_parts_run_for_the_newest_run_when_nothing_is_said(go):
     record = go()[1]
-    assert record["folder"] == "out/gated" and list(record["parts"]) == list(evaluation.PARTS) == ["loss", "depth"]
+    assert record["folder"] == "out/gated" and list(record["parts"]) == [name for name in evaluation.PARTS if name != "router"] == ["loss", "depth"]
     assert list(go("depth", "loss", "depth")[1]["parts"]) == ["depth", "loss"]
 
 
@@ -400,7 +400,7 @@ def test_a_mistake_is_one_line(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "eval")
     said = lambda *argv: refusal(evaluation.main, list(argv))  # noqa: E731
     assert "no part 'dept', did you mean 'depth'?" in said("dept")
-    assert "no part 'xyz'; its parts are loss, depth" in said("xyz")
+    assert "no part 'xyz'; its parts are loss, depth, router" in said("xyz")
     assert "a run is --out_dir=out/gated" in said("out/gated")
     assert "eval_tokens=0 is out of range" in said("--eval_tokens=0") and "batch_size=0" in said("--batch_size=0")
     Path("out/empty").mkdir()

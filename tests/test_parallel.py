@@ -129,6 +129,22 @@ def test_routed_ranks_stay_equal_at_random_depths(two, name):
     assert_equal(two[name, 0]["weights"], two[name, 1]["weights"], atol=0)
 
 
+@pytest.mark.parametrize("name", ["aux", "biased"])
+def test_routed_runs_of_two_ranks_are_those_of_one_process_with_their_biases_and_what_they_say(place, two, name):
+    whole = alone(place, **RUNS[f"{name} ddp"], out_dir=f"out/{name} one")
+    kind = "recursion.router." + ("aux_units.1.layers.0.weight" if name == "aux" else "bias_R")
+    assert whole.state["model"][kind].any()
+    for parallel in ("ddp", "fsdp"):
+        for rank in (0, 1):
+            assert_equal(two[f"{name} {parallel}", rank]["weights"], whole.state["model"])
+        assert_equal(*(two[f"{name} {parallel}", rank]["weights"] for rank in (0, 1)), atol=0)
+        run = saved(place / f"out/{name} {parallel}")
+        curves_equal(run.curve, whole.curve)
+        for a, b in zip(run.records, whole.records, strict=True):                  # of all windows and all micro-batches
+            for key in ("depth_shares", "go_on", "router_accuracy", "dead_tokens", "max_vio", "mean_depth", "topk_val_loss", "val_loss", "at_edge"):
+                assert a.get(key) == pytest.approx(b.get(key), abs=1e-9), key
+
+
 @pytest.mark.parametrize("name", ["lean ddp", "lean fsdp", "compiled", "compiled fsdp"])
 def test_recomputed_and_compiled_ranks_stay_equal_to_plain_ones(place, two, name):
     assert_equal(two[name, 0]["weights"], two[name, 1]["weights"], atol=0)

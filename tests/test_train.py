@@ -684,7 +684,8 @@ MODEL_KEYS = {
     "router_score": ("tanh", dict(router="expert")), "router_alpha": (0.5, dict(router="expert")), "capacity": ([1.0, 1.0, 1.0, 0.25], dict(router="expert")),
     "threshold": (0.1, dict(router="expert")), "router_loss": (1.0, dict(router="expert")),
     "router_choice": ("random", dict(router="expert")), "aux_router": (True, dict(router="expert")), "router_z_loss": (1.0, dict(router="expert")),
-    "router_balance": ("bias", dict(router="token", update="replace", depth_sampling="fixed")), "depth_sampling": ("fixed", {}), "min_depth": (4, {}), "loss": ("every", {}), "fused_loss": (True, {}), "state_noise": (0.5, {}), "gate_noise": (0.5, {}),
+    "router_balance": ("bias", dict(router="token", update="replace", depth_sampling="fixed")),
+    "depth_sampling": ("fixed", {}), "min_depth": (4, {}), "loss": ("every", {}), "fused_loss": (True, {}), "state_noise": (0.5, {}), "gate_noise": (0.5, {}),
     "gate_bias": (2.0, {}), "gate_temperature": (3.0, {}), "proj_init": ("identity", {}), "rope_theta": (100.0, dict(block="llama")), "norm_eps": (0.1, {})}
 GRT = dict(vocab_size=64, block_size=32, n_embd=16, n_head=2, n_prelude=1, n_core=1, n_recur=4, n_coda=1, update="gate", gate_bias=0.0,
            depth_sampling="uniform", state_noise=0.1, gate_noise=0.1)
@@ -717,8 +718,10 @@ RUN_KEYS = {
     "dtype": "bfloat16", "compile": True, "batch_size": 3, "gradient_accumulation_steps": 2, "max_iters": 5, "learning_rate": 1e-3, "min_lr": 5e-3,
     "warmup_iters": 1, "lr_decay_iters": 100, "weight_decay": 10.0, "beta1": 0.5, "beta2": 0.5, "grad_clip": 0.1, "eval_interval": 1,
     "eval_tokens": 32, "log_interval": 3, "sample_tokens": 5, "schedule": "wsd", "cooldown_from": "none.pt", "keep_interval": 1, "tensorboard": True,
-    "parallel": "fsdp", "cooldown_iters": 1}
-BESIDE = {"cooldown_iters": {"schedule": "wsd", "max_iters": 20}}           # settings without which a key can do nothing
+    "parallel": "fsdp", "cooldown_iters": 1, "aux_router_lr_scale": 10.0, "router_bias_rate": 0.0, "capacity_warmup_iters": 9}
+BESIDE = {"cooldown_iters": {"schedule": "wsd", "max_iters": 20}, "aux_router_lr_scale": {"router": "expert", "aux_router": True, "eval_tokens": 1024},
+          "router_bias_rate": {"router": "token", "update": "replace", "router_balance": "bias"},
+          "capacity_warmup_iters": {"router": "expert"}}                    # settings without which a key can do nothing
 THE_SAME_BY_DESIGN = {"checkpoint_activations", "fused_loss"}               # memory alone: their tests are below and in test_model.py
 
 
