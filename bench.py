@@ -327,53 +327,64 @@ SURE = 40.0                                   # a logit whose sigmoid is 1 in fl
 
 
 class Script:
-    """Who takes how many steps: rule(row, i) for the i-th token that a row reads."""
+    """Who takes how many steps: rule(row, i) for the i-th token that a row reads. Answers are made once: to find them again
+    costs next to nothing, so what is timed is the router."""
+
+    def __init__(self):
+        self.answers = {}
 
     def begin(self, rule, n_rows):
         self.rule, self.n_rows, self.read = rule, n_rows, 0
 
     def advance(self, T):
-        self.now = [[self.rule(row, self.read + t) for t in range(T)] for row in range(self.n_rows)]
+        self.now = [tuple(self.rule(row, self.read + t) for t in range(T)) for row in range(self.n_rows)]
         self.read += T
-        return self.now
 
     def go_on(self, step, n_columns):
         """Of the tokens that took `step` steps who takes one more, row by row; a row where nobody did is left out."""
-        rows = [[wanted > step for wanted in row if wanted >= step] for row in self.now]
-        return [row + [False] * (n_columns - len(row)) for row in rows if row]
+        rows = [tuple(wanted > step for wanted in row if wanted >= step) for row in self.now]
+        return tuple(row + (False,) * (n_columns - len(row)) for row in rows if row)
+
+    def answer(self, rows, make, device):
+        if rows not in self.answers:
+            self.answers[rows] = make(torch.tensor(rows, device=device))
+        return self.answers[rows]
 
 
 class ToldStep(nn.Module):
-    """A router's unit for one step (expert-choice) whose answer is dictated. It is asked all the same: that costs time."""
+    """A router's unit for one step (expert-choice), asked and not heard: the script answers."""
 
     def __init__(self, unit, script, step):
         super().__init__()
         self.unit, self.script, self.step = unit, script, step
 
     def forward(self, x_ACD):
+        self.unit(x_ACD)
         if self.step == 1:                                                      # every new token comes by here
             self.script.advance(x_ACD.size(1))
-        said_AC = torch.tensor(self.script.go_on(self.step, x_ACD.size(1)), device=x_ACD.device)
-        return torch.where(said_AC[..., None], SURE, self.unit(x_ACD).clamp(max=-SURE))
+        sure = lambda said_AC: SURE * (2.0 * said_AC[..., None] - 1)
+        return self.script.answer(self.script.go_on(self.step, x_ACD.size(1)), sure, x_ACD.device)
 
 
 class ToldDepth(nn.Module):
     """The unit of a token-choice router, likewise."""
 
-    def __init__(self, unit, script):
+    def __init__(self, unit, script, n_recur):
         super().__init__()
-        self.unit, self.script = unit, script
+        self.unit, self.script, self.n_recur = unit, script, n_recur
 
     def forward(self, x_BTD):
-        wanted_BT = torch.tensor(self.script.advance(x_BTD.size(1)), device=x_BTD.device)
-        return self.unit(x_BTD).clamp(max=0.0).scatter(-1, wanted_BT[..., None] - 1, SURE)
+        self.unit(x_BTD)
+        self.script.advance(x_BTD.size(1))
+        sure = lambda wanted_BT: SURE * nn.functional.one_hot(wanted_BT - 1, self.n_recur).float()
+        return self.script.answer(tuple(self.script.now), sure, x_BTD.device)
 
 
 def impose(model):
     """A Script that this model's router obeys from now on."""
     router, script = model.recursion.router, Script()
     if model.cfg.router == "token":
-        router.unit = ToldDepth(router.unit, script)
+        router.unit = ToldDepth(router.unit, script, model.cfg.n_recur)
     else:
         for step in range(1, model.cfg.n_recur):
             router.deciding[step] = ToldStep(router.deciding[step], script, step)

@@ -285,6 +285,8 @@ def test_a_text_beyond_the_context_keeps_its_colours_in_place(go, place):
     """What was read before the older half was dropped, and what is read again, is not told twice."""
     out = characters(go(start="ab" * 10, max_new_tokens=40, color=True, out_dir="out/expert", threshold=0).out)
     assert {colour for _, colour in out[:20]} == {sample.shade(4, 4)} and out[-1][1] is None and sum(colour is None for _, colour in out) <= 2
+    out, err = go(start="ab" * 30, max_new_tokens=4, color=True, out_dir="out/expert", threshold=0)              # its beginning is never read
+    assert [colour for _, colour in characters(out)[:60]] == [None] * 44 + [sample.shade(4, 4)] * 16 and "mean depth 4.00 of 4 over 19 tokens" in err
 
 
 def test_the_legend_names_every_colour_with_the_fewest_steps_it_stands_for(go):
