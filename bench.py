@@ -3,7 +3,9 @@
     python bench.py counts config/gpt2_small.py config/grt_small.py          # parameters, FLOPs, K/V bytes: nothing is run
     python bench.py train config/grt_tiny.py config/gpt_tiny.py              # training step: time ratio beside FLOPs ratio
     python bench.py train config/bench/gpt_256.py --against=transformers     # the same step with Hugging Face's model
+    python bench.py train config/bench/vanilla_14.py config/bench/mor3_14.py # a routed step beside the dense one of its unrolled depth
     python bench.py generate config/grt_tiny.py --batch_size=4               # cached generation over uncached
+    python bench.py decode config/bench/mor3_14.py --batch_size=1            # time per token against the steps that a router allows
 
 Random weights, random tokens. A table and one JSON line, the last, go to stdout; progress goes to stderr. Measurements
 take turns in one process, so a machine that drifts drifts for all of them. Times are CPU time (CUDA: wall time). `ms` is
@@ -11,6 +13,11 @@ the median repeat; ratios are medians of ratios to the first row within the same
 its first call (`first`: warm-up, compilation) stand apart. MiB is the fullest moment of a training step: weights,
 optimizer state, gradients and activations; on a CPU as tensors (not what one operation needs inside), on CUDA as its
 allocator counts. MFU: `exact` FLOPs, three forwards a step, over the peak of a known GPU in bfloat16, else n/a.
+
+decode: a router of random weights decides nothing sensible, so its decisions are imposed: it is asked as ever, and then
+told its answer. Time per token is fitted to the steps taken, a + b x steps, and b stands beside one pass of the core by
+the same model without a router, at the same context. With several rows, whose tokens stop at different steps, a step
+counts as much as a pass of the core with as many rows costs: a row that has stopped is to cost nothing.
 """
 import json
 import math
@@ -19,19 +26,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import config  # before torch: see the top of config/__init__.py
 import torch
+import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from config import UserError, key
-from model import FLOPS, FOLDS, GPT, GPTConfig, Output, param_groups, stream
+from model import FLOPS, FOLDS, GPT, GPTConfig, Output, Silence, make_cache, param_groups, stream
 from train import RANGES as TRAINING_RANGES
 from train import TrainConfig, check_ranges, checkpoint_activations, clip_gradients, commit, compile_parts, pick_device
 from train import step_gradients, want_compile
@@ -55,8 +63,8 @@ class BenchConfig:
     depth: int | None = key(None, "steps to run; None = n_recur, also in training")
     against: str | None = key(None, "train: transformers = beside each config Hugging Face's dense model of as many executed blocks",
                               choices=("transformers",))
-    prompt_tokens: int = key(1, "generate: tokens of the prompt")
-    new_tokens: int = key(256, "generate: tokens to write")
+    prompt_tokens: int = key(1, "generate, decode: tokens of the prompt")
+    new_tokens: int = key(256, "generate, decode: tokens to write")
     cache: str = key("full", "generate: K/V kept of the looped core", choices=tuple(FOLDS))
     threads: int = key(1, "CPU threads")
 
@@ -260,12 +268,16 @@ def train(all_settings, cfgs, device, dtype, autocast):
 # -------------------------------------------------------------------------------------------------------------- generate
 
 
-def generate_step(cfg, s, device, autocast, use_cache):
-    """new_tokens for every row. FLOPs: with a cache one pass over all tokens (causal attention adds up the same token by
-    token), without one a pass over the whole context per token; logits only where a token is drawn."""
+def check_length(cfg, s):
     if s.prompt_tokens + s.new_tokens - 1 > cfg.block_size:
         raise ValueError(f"prompt_tokens={s.prompt_tokens} and new_tokens={s.new_tokens} do not fit block_size={cfg.block_size}; "
                          f"together they may be {cfg.block_size + 1}")
+
+
+def generate_step(cfg, s, device, autocast, use_cache):
+    """new_tokens for every row. FLOPs: with a cache one pass over all tokens (causal attention adds up the same token by
+    token), without one a pass over the whole context per token; logits only where a token is drawn."""
+    check_length(cfg, s)
     start = clock(device)
     model = GPT(cfg).to(device).eval()
     setup = clock(device) - start
@@ -308,6 +320,204 @@ def generate(all_settings, cfgs, device, dtype, autocast):
     return {"rows": rows}
 
 
+# ---------------------------------------------------------------------------------------------------------------- decode
+
+
+SURE = 40.0                                   # a logit whose sigmoid is 1 in float32
+
+
+class Script:
+    """Who takes how many steps: rule(row, i) for the i-th token that a row reads. Answers are made once: to find them again
+    costs next to nothing, so what is timed is the router."""
+
+    def __init__(self):
+        self.answers = {}
+
+    def begin(self, rule, n_rows):
+        self.rule, self.n_rows, self.read = rule, n_rows, 0
+
+    def advance(self, T):
+        self.now = [tuple(self.rule(row, self.read + t) for t in range(T)) for row in range(self.n_rows)]
+        self.read += T
+
+    def go_on(self, step, n_columns):
+        """Of the tokens that took `step` steps who takes one more, row by row; a row where nobody did is left out."""
+        rows = [tuple(wanted > step for wanted in row if wanted >= step) for row in self.now]
+        return tuple(row + (False,) * (n_columns - len(row)) for row in rows if row)
+
+    def answer(self, rows, make, device):
+        if rows not in self.answers:
+            self.answers[rows] = make(torch.tensor(rows, device=device))
+        return self.answers[rows]
+
+
+class ToldStep(nn.Module):
+    """A router's unit for one step (expert-choice), asked and not heard: the script answers."""
+
+    def __init__(self, unit, script, step):
+        super().__init__()
+        self.unit, self.script, self.step = unit, script, step
+
+    def forward(self, x_ACD):
+        self.unit(x_ACD)
+        if self.step == 1:                                                      # every new token comes by here
+            self.script.advance(x_ACD.size(1))
+        sure = lambda said_AC: SURE * (2.0 * said_AC[..., None] - 1)
+        return self.script.answer(self.script.go_on(self.step, x_ACD.size(1)), sure, x_ACD.device)
+
+
+class ToldDepth(nn.Module):
+    """The unit of a token-choice router, likewise."""
+
+    def __init__(self, unit, script, n_recur):
+        super().__init__()
+        self.unit, self.script, self.n_recur = unit, script, n_recur
+
+    def forward(self, x_BTD):
+        self.unit(x_BTD)
+        self.script.advance(x_BTD.size(1))
+        sure = lambda wanted_BT: SURE * nn.functional.one_hot(wanted_BT - 1, self.n_recur).float()
+        return self.script.answer(tuple(self.script.now), sure, x_BTD.device)
+
+
+def impose(model):
+    """A Script that this model's router obeys from now on."""
+    router, script = model.recursion.router, Script()
+    if model.cfg.router == "token":
+        router.unit = ToldDepth(router.unit, script, model.cfg.n_recur)
+    else:
+        for step in range(1, model.cfg.n_recur):
+            router.deciding[step] = ToldStep(router.deciding[step], script, step)
+    return script
+
+
+def on_average(mean, n_rows):
+    """A rule of whole numbers of steps next to `mean`, which they have on average; rows differ from each other."""
+    return lambda row, i: math.floor(mean * (i + 1) + row / n_rows) - math.floor(mean * i + row / n_rows)
+
+
+def decode_step(model, script, rule, s, device, autocast):
+    """One generation with imposed steps. step() returns (seconds after the first token, steps of the tokens read then)."""
+    prompts = torch.randint(model.cfg.vocab_size, (s.batch_size, s.prompt_tokens)).tolist()
+
+    def step():
+        taken = [[] for _ in prompts]
+        script.begin(rule, s.batch_size)
+        with autocast:
+            tokens = stream(model, prompts, s.new_tokens, temperature=0, threshold=0.5, taken=taken)
+            next(tokens)
+            start = clock(device)
+            for _ in tokens:
+                pass
+            seconds = clock(device) - start
+        return seconds, [row[s.prompt_tokens :] for row in taken]
+
+    return Run(step, 0, s.batch_size * (s.new_tokens - 1), {"batch_size": s.batch_size})
+
+
+def core_pass(cfg, n_rows, s, device, autocast):
+    """The core alone, without a router, at one token in each of n_rows rows, in the middle of the text that is written."""
+    model = GPT(replace(cfg, **{f.name: f.default for f in fields(cfg) if "router" in f.name or f.name == "capacity"})).to(device).eval()
+    ids_BT = torch.randint(cfg.vocab_size, (n_rows, s.prompt_tokens + s.new_tokens // 2), device=device)
+
+    @torch.inference_mode()
+    def step():
+        with autocast:
+            cache = make_cache(model, *ids_BT.shape, 2)                         # two steps: with shared K/V the first makes them
+            model.feed(ids_BT[:, :-1], cache)
+            h_BTD, e_BTD, who = model.start(ids_BT[:, -1:], cache)
+            anchor = model.recursion.update.anchor(e_BTD)
+            h_BTD, who = model.recursion.step(h_BTD, anchor, who, 0, Silence(), cache)
+            start = clock(device)
+            for _ in range(s.new_tokens - 1):
+                model.recursion.step(h_BTD, anchor, who, 1, Silence(), cache)
+            return clock(device) - start, 1.0
+
+    return Run(step, 0, n_rows * (s.new_tokens - 1), {"batch_size": n_rows})
+
+
+def check_imposable(name, cfg, s):
+    check_length(cfg, s)
+    for wrong, why in ((cfg.router == "none" or cfg.n_recur == 1, f"has no router ({cfg.layout}, router={cfg.router!r})"),
+                       (s.depth is not None, f"cannot be cut to depth={s.depth}: the steps are imposed from 1 to n_recur"),
+                       (s.cache != "full", f"is routed, and cache={s.cache!r} keeps one K and V for all steps"),
+                       (s.new_tokens < 2, "needs new_tokens of at least 2, of which the first comes from the prompt"),
+                       (cfg.router_choice == "random", "chooses by lot (router_choice='random'), and a lot cannot be told"),
+                       (cfg.router == "expert" and [c < 1 for c in cfg.capacities] != [step > 0 for step in range(cfg.n_recur)],
+                        f"has capacity={cfg.capacity}, where steps are imposed from 1 on: the first must be 1, the others below 1")):
+        if wrong:
+            raise ValueError(f"bench.py decode imposes what a router decides, and {name} {why}; for example config/bench/mor3_14.py")
+
+
+def rules_of(cfg, B):
+    """{what is imposed: its rule}: five mean depths, and for several rows one that goes on alone."""
+    R = cfg.n_recur
+    rules = {f"{mean:g}": on_average(mean, B) for mean in (1 + (R - 1) * i / 4 for i in range(5))}
+    return rules | ({f"{R} in one row, else 1": lambda row, i: 1 if row else R} if B > 1 else {})
+
+
+def decode(all_settings, cfgs, device, dtype, autocast):
+    s = next(iter(all_settings.values()))
+    runs, parts = {}, {}
+    for name, cfg in cfgs.items():
+        one = all_settings[name]
+        check_imposable(name, cfg, one)
+        model = GPT(cfg).to(device).eval()
+        script, rules, B = impose(model), rules_of(cfg, one.batch_size), one.batch_size
+        sizes = {n for rule in rules.values() for i in range(one.new_tokens + one.prompt_tokens) for n in rows_in_steps([rule(row, i) for row in range(B)])}
+        parts[name] = {key: f"{name} at {key}" for key in rules}, {n: f"{name} core, {n} of {B} rows" for n in sorted(sizes, reverse=True)}
+        runs |= {parts[name][0][key]: decode_step(model, script, rule, one, device, autocast) for key, rule in rules.items()}
+        runs |= {key: core_pass(cfg, n, one, device, autocast) for n, key in parts[name][1].items()}
+    print(heading("decode", all_settings, cfgs, lambda one, cfg: f"{one.batch_size} rows, {one.prompt_tokens} prompt and {one.new_tokens} new tokens",
+                  f"{device} {dtype}"))
+    times, _ = interleave(runs, s.repeats, device)
+    rows = {}
+    for name, (imposed, cores) in parts.items():
+        ticks = all_settings[name].new_tokens - 1
+        rows |= {key: decode_row(key, times[key], ticks) for key in [*imposed.values(), *cores.values()]}
+        ms = {n: rows[key]["ms"] for n, key in cores.items()}
+        for key in imposed.values():
+            rows[key] |= mean_steps(times[key][0][1][1], ms)
+    table(list(rows.values()), [("steps", "steps", ".3f", 1), ("passes", "passes", ".3f", 1), ("ms/token", "ms", ".3f", 1), ("spread", "spread_ms", ".3f", 1)])
+    fits = {name: fit({key: rows[row] for key, row in imposed.items()}, {n: rows[row]["ms"] for n, row in cores.items()}, cfgs[name].n_recur)
+            for name, (imposed, cores) in parts.items()}
+    for name, found in fits.items():
+        print("; ".join(f"{name}: {sentence}" for sentence in found.pop("said")))
+    return {"rows": list(rows.values()), "fits": fits}
+
+
+def rows_in_steps(steps_B):
+    """How many rows go through step 0, 1, ... together, when they take so many each."""
+    return [sum(steps > step for steps in steps_B) for step in range(max(steps_B))]
+
+
+def decode_row(name, times, ticks):
+    """ms: for one more token in every row."""
+    ms = [seconds / ticks * 1e3 for _, (seconds, _) in times]
+    return {"name": name, "steps": None, "passes": None, "ms": statistics.median(ms), "spread_ms": max(ms) - min(ms)}
+
+
+def mean_steps(taken, core_ms):
+    """steps: on average over tokens. passes: per tick, a step of n rows counted as a pass of n rows over one of all."""
+    ticks, whole = list(zip(*taken)), core_ms[len(taken)]
+    return {"steps": statistics.fmean(n for tick in ticks for n in tick),
+            "passes": statistics.fmean(sum(core_ms[n] for n in rows_in_steps(tick)) / whole for tick in ticks)}
+
+
+def fit(imposed, core_ms, R):
+    """Least squares of the medians over the five mean depths, and what a row that goes on alone costs."""
+    *points, lone = [*imposed.values(), None] if len(imposed) == 5 else imposed.values()
+    x, ms, core = [row["passes"] for row in points], [row["ms"] for row in points], max(core_ms.items())[1]
+    b, a = statistics.linear_regression(x, ms)
+    found = {"a_ms": a, "b_ms": b, "r2": statistics.correlation(x, ms) ** 2, "core_ms": core, "b_over_core": b / core}
+    found["said"] = [f"ms per token = {a:.3f} + {b:.3f} x passes, R^2 {found['r2']:.4f}; a pass of the core without a router {core:.3f}; b over it {b / core:.3f}"]
+    if lone:
+        found |= {"lone_ms": (lone["ms"] - points[0]["ms"]) / (R - 1), "lone_core_ms": core_ms[1]}
+        found["lone_over_core"] = found["lone_ms"] / core_ms[1]
+        found["said"].append(f"a step that one row takes alone {found['lone_ms']:.3f} ms, without a router {core_ms[1]:.3f}; ratio {found['lone_over_core']:.3f}")
+    return found
+
+
 # ---------------------------------------------------------------------------------------------------------------- counts
 
 # How published.json names what can be counted, at the row's vocabulary: (config, its row) -> number.
@@ -330,7 +540,9 @@ def count(cfg, s):
     row |= {f"FLOPs per token, {name}": cfg.flops_per_token(T, name, D) for name in FLOPS}
     caches = [name for name in FOLDS if name == "full" or cfg.compressible and cfg.n_recur > 1]
     each = {name: cfg.kv_bytes(2, 1, torch.bfloat16, name, D) - cfg.kv_bytes(1, 1, torch.bfloat16, name, D) for name in caches}
+    each["full"] = cfg.kv_bytes(T, 1, torch.bfloat16, "full", D) / T            # routed: a share, and no token is like another
     row |= {f"K/V bytes per token, cache {name}": each.get(name) for name in FOLDS}     # one more token; n/a: nothing to compress
+    row["K/V entries read per new token"] = cfg.kv_io(T, depth=D)
     return row | {"weights MiB, float32": full * 4 / 2**20, "weights MiB, bfloat16": full * 2 / 2**20}
 
 
@@ -373,7 +585,7 @@ def verdict(row):
 # ------------------------------------------------------------------------------------------------------------------ main
 
 RATIOS = [("time", "time_ratio", ".3f", 1), ("FLOPs", "flops_ratio", ".3f", 1), ("time/FLOPs", "time_over_flops", ".3f", 1)]
-MODES = {"counts": counts, "train": train, "generate": generate}
+MODES = {"counts": counts, "train": train, "generate": generate, "decode": decode}
 
 
 def table(rows, columns):

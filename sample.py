@@ -3,14 +3,16 @@
     python sample.py                                              # the newest run in out/, from an empty start
     python sample.py --recursions 3 --start="def main(" --start="class " --num_samples=2
     python sample.py --trace "The author of the book 1984 was George"     # likeliest next tokens after each step of depth
+    python sample.py --color=true --start="for i in range("               # each token in the colour of the steps that it took
 
 Text goes to stdout, everything else to stderr. All prompts and samples run as one batch with a K/V cache.
 """
 import codecs
+import itertools
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import config  # before torch: see the top of config/__init__.py
@@ -36,6 +38,8 @@ class SampleConfig:
     stop: str | None = key(None, "end a sample where its new text contains this, for example <|endoftext|>")
     cache: str = key("full", "K/V kept of the looped core: full = exact; first, last, mean = one per block", choices=tuple(FOLDS))
     use_cache: bool = key(True, "False reads the whole context again for every token: slow, for comparison")
+    threshold: float | None = key(None, "expert-choice models: a token goes on if its router gives at least this; None = the model's own")
+    color: bool = key(False, "colour every token by the steps of the loop that it took")
     trace: str | None = key(None, "print the five likeliest next tokens of this text after each depth, instead of sampling")
     seed: int = key(1337, "of the sampling")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, mps ...")
@@ -84,6 +88,15 @@ def depth_meaning(cfg, depth):
     trained = f"trained at {low} to {cfg.n_recur}" if low < cfg.n_recur else f"trained at {cfg.n_recur}"
     beyond = "; beyond the trained depth: expect worse" if depth > cfg.n_recur else "; never trained at this depth: expect worse" if depth < low else ""
     return f"depth {depth} ({trained}{beyond})"
+
+
+def at_threshold(cfg, threshold):
+    """The config with another threshold; UserError where nobody would ask for it."""
+    if threshold is None:
+        return cfg
+    if cfg.router != "expert":
+        raise UserError(f"--threshold={threshold}: this model (router={cfg.router!r}) has no expert-choice router; leave the flag out")
+    return replace(cfg, threshold=threshold)
 
 
 def as_typed(text):
@@ -138,31 +151,88 @@ def write(text):
     sys.stdout.buffer.flush()
 
 
+# Backgrounds of the 256-colour terminal, from few steps to many; the text on them is black.
+SHADES = (195, 159, 153, 229, 222, 215, 209)
+
+
+def shade(steps, depth):
+    """Colour of a token that took `steps` of `depth` steps."""
+    return SHADES[round((len(SHADES) - 1) * max(0, steps - 1) / max(1, depth - 1))]
+
+
+def paint(text, colour):
+    """Text on a background, line by line: a newline in colour would fill the rest of the terminal's line."""
+    return "\n".join(f"\x1b[38;5;16;48;5;{colour}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
+
+
+def legend(depth):
+    """A number in each colour: the fewest steps that it stands for."""
+    fewest = {shade(steps, depth): steps for steps in range(depth, 0, -1)}
+    return "steps taken: " + " ".join(paint(f" {steps} ", colour) for colour, steps in reversed(fewest.items()))
+
+
+class Row:
+    """One row as it is written. In colour it is a piece of text for each token, held back until the token has been read and
+    its steps are known; a character made of several tokens comes with the last of them."""
+
+    def __init__(self, tokenizer, prompt, ids, stop, depth, taken_T):
+        self.text, self.depth, self.taken_T, self.pieces, self.written = Text(tokenizer, stop), depth, taken_T, [prompt], 0
+        if taken_T is not None:
+            whole = Text(tokenizer, None)
+            self.pieces = [whole.add(i) for i in ids] if prompt else [""]                # no prompt: end-of-text, which is not shown
+
+    def add(self, token):
+        self.pieces.append(self.text.add(token))
+
+    def ready(self):
+        """What can be written by now."""
+        return self._up_to(len(self.pieces) if self.taken_T is None else len(self.taken_T))
+
+    def end(self):
+        """The rest. The last token was drawn but never read, so it has no colour."""
+        self.pieces.append(self.text.end())
+        return self._up_to(len(self.pieces))
+
+    def _up_to(self, n):
+        new, first, self.written = self.pieces[self.written : n], self.written, n
+        if self.taken_T is None:
+            return "".join(new)
+        steps = itertools.chain(self.taken_T[first:n], itertools.repeat(None))
+        return "".join(piece if took is None else paint(piece, shade(took, self.depth)) for piece, took in zip(new, steps))
+
+
 def run_samples(model, tokenizer, s, depth):
     """Stream all samples: the first one as it comes, the others whole after it."""
     prompts = [read_prompt(start) for start in s.start or [""]]
     prompts = [prompt for prompt in prompts for _ in range(s.num_samples)]
-    rows = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token] for prompt in prompts]
-    texts = [Text(tokenizer, s.stop and as_typed(s.stop)) for _ in rows]
+    ids = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token] for prompt in prompts]
+    taken = [[] for _ in ids] if s.color or model.cfg.router != "none" else None
+    rows = [Row(tokenizer, prompt, row, s.stop and as_typed(s.stop), depth, taken_T if s.color else None)
+            for prompt, row, taken_T in zip(prompts, ids, taken or prompts)]
     device = model.embed.weight.device
+    if s.color:
+        say(legend(depth))
     started, first, n_steps = time.perf_counter(), None, 0
-    tokens = stream(model, rows, s.max_new_tokens, s.temperature, s.top_k, s.top_p, depth, s.cache, s.use_cache,
-                    generator(s.seed, device))
-    write(prompts[0])
+    tokens = stream(model, ids, s.max_new_tokens, s.temperature, s.top_k, s.top_p, depth, s.cache, s.use_cache,
+                    generator(s.seed, device), taken=taken)
+    write(rows[0].ready())
     for next_B in tokens:
         n_steps += 1
         first = first or time.perf_counter() - started
-        shown = [text.add(token) for text, token in zip(texts, next_B)]
-        write(shown[0])
-        if all(text.done for text in texts):
+        for row, token in zip(rows, next_B):
+            row.add(token)
+        write(rows[0].ready())
+        if all(row.text.done for row in rows):
             break
     seconds = time.perf_counter() - started
-    write(texts[0].end() + "\n")
-    for i, (prompt, text) in enumerate(zip(prompts[1:], texts[1:]), 2):
+    write(rows[0].end() + "\n")
+    for i, row in enumerate(rows[1:], 2):
         say(f"--- {i} of {len(rows)}")
-        text.end()
-        write(prompt + text.text + "\n")
-    report(model, s, rows, depth, n_steps, first or 0.0, seconds)
+        write(row.end() + "\n")
+    report(model, s, ids, depth, n_steps, first or 0.0, seconds)
+    steps = [n for taken_T in taken or [] for n in taken_T if n is not None]              # None: fell out of the context unread
+    if model.cfg.router != "none" and steps:
+        say(f"mean depth {sum(steps) / len(steps):.2f} of {depth} over {len(steps):,} tokens read")
 
 
 def report(model, s, rows, depth, n_steps, first, seconds):
@@ -213,7 +283,10 @@ def main(argv):
     model, tokenizer, about = load_run(s.out_dir, device)
     say(f"{about['folder']}: {model.cfg.layout} update={model.cfg.update}, step {about['step']}, validation {about['val_loss']:.3f} nats/token; "
         f"{depth_meaning(model.cfg, s.recursions)}; {device} {dtype}")
+    if s.color and model.cfg.n_recur == 1:
+        raise UserError(f"--color=True: this model ({model.cfg.layout}) has no recursion, so all tokens take the same step; leave the flag out")
     try:
+        model.cfg = at_threshold(model.cfg, s.threshold)
         depth = model.check_depth(s.recursions)
         with autocast:
             if s.trace is not None:

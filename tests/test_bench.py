@@ -4,6 +4,7 @@
 """
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import some_ids, tiny
 from toy import DENSE, SEQUENCE, flags, make_config, refusal
 
 import bench
 import model
-from model import FLOPS, GPT, GPTConfig
+from model import FLOPS, GPT, GPTConfig, RouterUnit, stream
 
 CPU, PLAIN = torch.device("cpu"), contextlib.nullcontext()
 
@@ -92,7 +94,7 @@ def test_progress_and_notes_stay_off_stdout(go, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, words", [
-    ([], "counts or train or generate, got none"), (["race", "toy.py"], "got race"), (["train", "generate", "toy.py"], "got train generate"),
+    ([], "counts or train or generate or decode, got none"), (["race", "toy.py"], "got race"), (["train", "generate", "toy.py"], "got train generate"),
     (["train"], "needs config files"), (["train", "none.py"], "none.py: no such file"), (["train", "toy.py", "--n_heads=2"], "did you mean 'n_head'"),
     (["train", "toy.py", "--repeats=0"], "repeats=0"), (["train", "toy.py", "--threads=0"], "threads=0"),
     (["train", "toy.py", "--batch_size=0"], "batch_size=0"),
@@ -381,7 +383,117 @@ def test_a_speed_up_comes_apart_into_fewer_steps_a_smaller_cache_and_batching(go
     assert same[0]["blocks executed"] == cfg.executed_blocks() and same[1]["blocks owned"] == 2
 
 
+# --------------------------------------------------------------------------------------------------------------- decode
+
+ROUTED = dict(update="replace", router="expert", n_recur=3, depth_sampling="fixed", new_tokens=9)
+MODELS = {"expert": {}, "shared": dict(kv="share"), "aux": dict(aux_router=True), "mlp": dict(router_kind="mlp"), "gated": dict(update="gate"),
+          "token": dict(router="token"), "biased": dict(router="token", router_balance="bias"), "bold": dict(threshold=0.0)}
+
+
+def routed(**changes):
+    return tiny(**{"n_prelude": 1, "n_recur": 3, "n_coda": 1, "router": "expert", **changes})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_take_the_steps_that_are_imposed_and_the_routers_are_asked_all_the_same(name, monkeypatch):
+    cfg, asked, forward = routed(**MODELS[name]), [], RouterUnit.forward
+    monkeypatch.setattr(RouterUnit, "forward", lambda unit, x: asked.append(x.shape[0] * x.shape[1]) or forward(unit, x))
+    model = GPT(cfg).eval()
+    if cfg.router == "token":
+        model.recursion.router.bias_R[0] = 0.9 * (cfg.router_balance == "bias")     # a balancing bias does not overrule the script
+    script = bench.impose(model)
+    for rule in (bench.on_average(1.75, 3), lambda row, i: 1 + (row + 2 * i) % 3):
+        asked.clear()
+        script.begin(rule, 3)
+        taken = [[], [], []]
+        for _ in stream(model, some_ids(3, 4).tolist(), 8, temperature=0, threshold=0.5, taken=taken):
+            pass
+        assert taken == [[rule(row, i) for i in range(11)] for row in range(3)]
+        assert len(asked) >= (8 if cfg.router == "token" else 8 * 2) and asked[0] == 12
+
+
+@pytest.mark.parametrize("mean", [1, 1.5, 2, 2.75, 3])
+def test_imposed_steps_are_whole_average_to_the_mean_and_stop_at_different_rows(mean):
+    rule = bench.on_average(mean, 4)
+    taken = [[rule(row, i) for i in range(40)] for row in range(4)]
+    assert {sum(row) / 40 for row in taken} == {mean} and {n for row in taken for n in row} <= {math.floor(mean), math.ceil(mean)}
+    assert any(len(set(tick)) > 1 for tick in zip(*taken)) == (mean != int(mean))
+
+
+def test_only_rows_that_go_on_are_in_a_step():
+    model = GPT(routed(n_prelude=0, n_coda=0)).eval()
+    script, rule, rows = bench.impose(model), lambda row, i: 1 + (row + i) % 3, []
+    script.begin(rule, 4)
+    model.recursion.core[0].register_forward_hook(lambda block, args, out: rows.append(len(out)))
+    for _ in stream(model, some_ids(4, 1).tolist(), 7, temperature=0, threshold=0.5):
+        pass
+    assert rows == [n for i in range(7) for n in bench.rows_in_steps([rule(row, i) for row in range(4)])]
+
+
+def test_a_step_of_some_rows_counts_as_a_pass_of_the_core_with_so_many():
+    assert bench.rows_in_steps([3, 1, 2, 2]) == [4, 3, 1] and bench.rows_in_steps([1, 1]) == [2]
+    found = bench.mean_steps([[1, 3], [1, 1]], {2: 4.0, 1: 3.0})
+    assert found == {"steps": 1.5, "passes": (1 + (1 + 2 * 3 / 4)) / 2}
+
+
+def test_the_line_through_the_mean_depths_is_found_and_stands_beside_the_core():
+    rows = {f"{x}": {"passes": x, "ms": 2.0 + 3.0 * x} for x in (1, 1.5, 2, 2.5, 3)}
+    found = bench.fit(rows, {1: 2.5}, 3)
+    assert [found[name] for name in ("a_ms", "b_ms", "r2", "core_ms", "b_over_core")] == pytest.approx([2, 3, 1, 2.5, 1.2])
+    found = bench.fit({**rows, "lone": {"passes": 1.5, "ms": 5.0 + 2 * 4.0}}, {4: 3.0, 2: 2.9, 1: 2.0}, 3)
+    assert [found[name] for name in ("b_over_core", "lone_ms", "lone_core_ms", "lone_over_core")] == pytest.approx([1, 4, 2, 2])
+    rows["2"]["ms"] += 4
+    assert bench.fit(rows, {1: 3.0}, 3)["r2"] < 0.9
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_decoding_shows_a_line_for_each_imposed_depth_and_for_the_core(go, tmp_path, rows):
+    make_config(tmp_path, **ROUTED, threshold=0.0)                       # by itself nobody would stop
+    lines, record, _ = go("decode", "toy.py", batch_size=rows, prompt_tokens=3, new_tokens=9)
+    names = [f"toy at {x}" for x in ("1", "1.5", "2", "2.5", "3")] + ["toy at 3 in one row, else 1"] * (rows > 1)
+    cores = [f"toy core, {n} of {rows} rows" for n in (rows, *range(rows - 1, 0, -1))]
+    assert lines[0].startswith(f"decode: toy 1+1x3+1 ({rows} rows, 3 prompt and 9 new tokens)")
+    assert [row["name"] for row in record["rows"]] == names + cores == [re.split(r"  +", line)[0] for line in lines[2 : 2 + len(names + cores)]]
+    assert [row["steps"] for row in record["rows"][:5]] == [1, 1.5, 2, 2.5, 3] and record["rows"][5]["steps"] == (None if rows == 1 else (3 + 2) / 3)
+    assert all(row["ms"] > 0 for row in record["rows"])
+    assert record["rows"][0]["passes"] == 1 and record["rows"][4]["passes"] == 3 and (rows > 1 or record["rows"][1]["passes"] == 1.5)
+    assert set(record["fits"]["toy"]) == {"a_ms", "b_ms", "r2", "core_ms", "b_over_core"} | ({"lone_ms", "lone_core_ms", "lone_over_core"} if rows > 1 else set())
+    assert f"ms per token = {record['fits']['toy']['a_ms']:.3f} + " in lines[-1]
+
+
+def test_what_is_timed_is_decoding_alone_and_a_pass_is_the_core_alone(go, tmp_path, monkeypatch):
+    """A clock that ticks once for every row in a call of a block."""
+    make_config(tmp_path, **ROUTED, n_core=2)
+    calls, forward = [], model.Block.forward
+    monkeypatch.setattr(model.Block, "forward", lambda block, x, *rest: calls.append(x.shape) or forward(block, x, *rest))
+    monkeypatch.setattr(bench, "clock", lambda device: float(sum(B for B, _, _ in calls)))
+    record = go("decode", "toy.py", batch_size=1, prompt_tokens=5, new_tokens=9)[1]
+    assert [row["ms"] for row in record["rows"]] == [1e3 * (2 + 2 * steps) for steps in (1, 1.5, 2, 2.5, 3)] + [1e3 * 2]
+    fit = record["fits"]["toy"]
+    assert (fit["a_ms"], fit["b_ms"], fit["r2"], fit["b_over_core"]) == pytest.approx((2000, 2000, 1, 1))
+    record = go("decode", "toy.py", batch_size=3, prompt_tokens=5, new_tokens=9)[1]
+    assert [row["ms"] for row in record["rows"][6:]] == [1e3 * 2 * n for n in (3, 2, 1)] and record["fits"]["toy"]["lone_over_core"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(router="none"), "has no router"), (dict(n_recur=1), "has no router"), (dict(depth=2), "cannot be cut to depth=2"), (dict(cache="mean"), "cache='mean'"),
+    (dict(new_tokens=1), "new_tokens of at least 2"), (dict(new_tokens=33), "together they may be 33"), (dict(router_choice="random"), "chooses by lot"),
+    (dict(capacity=[1.0, 1.0, 0.5]), "the first must be 1"), (dict(capacity=[0.9, 0.5, 0.2]), "the first must be 1")], ids=str)
+def test_what_cannot_be_imposed_is_one_line(go, tmp_path, changes, words):
+    make_config(tmp_path, **{**ROUTED, **changes})
+    message = refusal(bench.main, ["decode", "toy.py"])
+    assert words in message
+
+
 # --------------------------------------------------------------------------------------------------------------- counts
+
+def test_a_routed_model_stores_and_reads_what_its_capacities_let_through(go, tmp_path):
+    make_config(tmp_path, **ROUTED)
+    row, dense = go("counts", "toy.py", "dense.py", seq_len=30)[1]["rows"]
+    cfg = config_of("toy.py")
+    assert row["K/V entries read per new token"] == cfg.kv_io(30) and dense["K/V entries read per new token"] == 2 * 30
+    assert row["K/V bytes per token, cache full"] * 30 == cfg.kv_bytes(30, 1, torch.bfloat16)
+
 
 def test_counts_are_those_of_the_config_in_every_convention(go):
     (head, names, *table), record, _ = go("counts", "toy.py", "dense.py", depth=3, seq_len=16)

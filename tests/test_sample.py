@@ -30,12 +30,15 @@ MIXED = "Zoë 🦊🦊 東京 👩‍👩‍👧 नमस्ते\r\n<|endofte
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with out/toy (gated, any depth), out/dense, out/sequence and out/fixed: untrained, so every token comes up."""
+    """A folder with out/toy (gated, any depth), out/dense, out/sequence, out/fixed and routed out/expert and out/token:
+    untrained, so every token comes up."""
     folder = tmp_path_factory.mktemp("sample")
     make_data(folder)
     here = os.getcwd()
     os.chdir(folder)
-    for name, changes in {"dense": DENSE, "sequence": SEQUENCE, "fixed": dict(depth_sampling="fixed"), "toy": {}}.items():
+    routed = dict(depth_sampling="fixed", update="replace")
+    for name, changes in {"dense": DENSE, "sequence": SEQUENCE, "fixed": dict(depth_sampling="fixed"), "expert": {"router": "expert", **routed},
+                          "token": {"router": "token", **routed}, "toy": {}}.items():
         make_config(folder, **{"max_iters": 0, **changes})
         train.main(["toy.py", f"--out_dir=out/{name}"])
         os.utime(f"out/{name}/ckpt.pt", (1e9, 1e9 + (name == "toy")))
@@ -237,6 +240,93 @@ def test_the_size_that_is_told_is_that_of_the_keys_as_they_are(go, monkeypatch, 
     monkeypatch.setattr(GPTConfig, "kv_bytes", lambda cfg, n, rows, dtype, cache, depth: asked.append((n, rows, dtype, cache, depth)) or 3 * 2**20)
     assert "cache mean: 3.00 MiB for 2 rows of 11 tokens" in go(start="abcd", num_samples=2, cache="mean", dtype=dtype, recursions=3).err
     assert asked == [(11, 2, getattr(torch, dtype), "mean", 3)]                 # the last token is never fed
+
+
+# ---------------------------------------------------------------------------------------------------------------- colour
+
+CODES = r"\x1b\[38;5;16;48;5;(\d+)m([^\x1b]*)\x1b\[0m"
+
+
+def characters(out):
+    """[(character, its background or None)] of coloured text, newlines left out."""
+    cells = []
+    for colour, inside, plain in re.findall(CODES + r"|([^\x1b])", out):
+        cells += [(c, int(colour) if colour else None) for c in inside + plain if c != "\n"]
+    return cells
+
+
+@pytest.mark.parametrize("run", ["toy", "sequence", "expert", "token"])
+@pytest.mark.parametrize("changes", [{}, dict(num_samples=3, temperature=1.0), dict(max_new_tokens=0), dict(max_new_tokens=1), dict(stop="\ufffd"),
+                                     dict(use_cache=False), dict(max_new_tokens=60)], ids=str)
+def test_colour_adds_codes_and_changes_no_character(go, run, changes):
+    prompts = ["--start=ab\n\nc", "--start=" + MIXED[:8], "--start="]
+    plain, coloured = (go(*prompts, out_dir=f"out/{run}", color=color, **changes) for color in (False, True))
+    assert "\x1b" not in plain.out + plain.err
+    assert re.sub(CODES, r"\2", coloured.out) == plain.out and len(re.findall(CODES, coloured.out)) >= 5 * bool(changes.get("max_new_tokens", 1))
+    assert "\x1b" not in re.sub(CODES, "", coloured.out) and not re.search(r"m[^\x1b]*\n[^\x1b]*\x1b\[0m", coloured.out)
+
+
+@pytest.mark.parametrize("run", ["expert", "token", "toy"])
+def test_a_character_has_the_colour_of_the_steps_that_its_last_token_took(go, place, run):
+    prompt, model = "def é(x): 🦊", load(place, run)
+    ids = BYTES.encode_ordinary(prompt)
+    ids_1T = model.generate(torch.tensor([ids]), 12, temperature=0)
+    steps = [*model(ids_1T).depth_BT[0].tolist()[:-1], None]                     # the last token is drawn and not read
+    text, cells = Text(BYTES, None), []
+    for token, n in zip(ids_1T[0].tolist(), steps):
+        cells += [(c, n and sample.shade(n, 4)) for c in text.add(token)]
+    cells += [(c, None) for c in text.end()]
+    out = characters(go(start=prompt, max_new_tokens=12, color=True, out_dir=f"out/{run}").out)
+    assert out == [cell for cell in cells if cell[0] != "\n"]
+    assert (len({colour for _, colour in out} - {None}) > 1) == (run != "toy")
+
+
+def test_a_text_beyond_the_context_keeps_its_colours_in_place(go, place):
+    """What was read before the older half was dropped, and what is read again, is not told twice."""
+    out = characters(go(start="ab" * 10, max_new_tokens=40, color=True, out_dir="out/expert", threshold=0).out)
+    assert {colour for _, colour in out[:20]} == {sample.shade(4, 4)} and out[-1][1] is None and sum(colour is None for _, colour in out) <= 2
+    out, err = go(start="ab" * 30, max_new_tokens=4, color=True, out_dir="out/expert", threshold=0)              # its beginning is never read
+    assert [colour for _, colour in characters(out)[:60]] == [None] * 44 + [sample.shade(4, 4)] * 16 and "mean depth 4.00 of 4 over 19 tokens" in err
+
+
+def test_the_legend_names_every_colour_with_the_fewest_steps_it_stands_for(go):
+    assert [sample.shade(n, 4) for n in (0, 1, 2, 3, 4)] == [sample.SHADES[i] for i in (0, 0, 2, 4, 6)] and sample.shade(1, 1) == sample.SHADES[0]
+    assert [text.strip() for _, text in re.findall(CODES, sample.legend(4))] == ["1", "2", "3", "4"]
+    many = [(int(colour), int(text)) for colour, text in re.findall(CODES, sample.legend(40))]
+    assert [colour for colour, _ in many] == list(sample.SHADES) and many[0][1] == 1
+    assert all(sample.shade(n, 40) == colour and sample.shade(n - 1, 40) != colour for colour, n in many[1:])
+    assert sample.legend(4) in go(color=True).err and "steps taken" not in go().err
+
+
+def test_a_newline_stays_outside_the_codes():
+    assert sample.paint("\na\n", 195) == "\n\x1b[38;5;16;48;5;195ma\x1b[0m\n" and sample.paint("", 195) == ""
+
+
+def test_a_model_without_a_loop_has_no_colours(go):
+    assert "has no recursion" in refusal(go, out_dir="out/dense", color=True)
+
+
+@pytest.mark.parametrize("run", ["expert", "token"])
+def test_the_mean_depth_of_what_was_read_is_told(go, place, run):
+    model, ids = load(place, run), list(b"class Fox:")
+    ids_1T = model.generate(torch.tensor([ids]), 9, temperature=0)
+    mean = model(ids_1T[:, :-1]).depth_BT.double().mean().item()
+    assert 1 < mean < 4
+    assert f"mean depth {mean:.2f} of 4 over 18 tokens read" in go(start="class Fox:", max_new_tokens=9, out_dir=f"out/{run}").err
+    assert "mean depth" not in go(max_new_tokens=9, color=True).err + go(max_new_tokens=0, out_dir=f"out/{run}").err
+
+
+def test_a_lower_threshold_sends_more_tokens_on(go):
+    depths = [float(re.search(r"mean depth (\S+)", go(start="def f", out_dir="out/expert", threshold=at).err)[1]) for at in (1, 0.5, 0)]
+    assert depths[0] == 1 < depths[1] < depths[2] == 4
+    assert go(start="def f", out_dir="out/expert", threshold=0.5).out == go(start="def f", out_dir="out/expert").out
+    assert trace_lines(go(trace="ab", out_dir="out/expert", threshold=1).out)[1][1] == trace_lines(go(trace="ab", out_dir="out/expert", threshold=1).out)[1][4]
+
+
+@pytest.mark.parametrize("run, threshold, words", [("toy", 0.5, "has no expert-choice router"), ("token", 0.5, "has no expert-choice router"),
+                                                   ("dense", 0.0, "has no expert-choice router"), ("expert", 2, "threshold=2"), ("expert", -1, "threshold=-1")])
+def test_a_threshold_that_means_nothing_is_refused(go, run, threshold, words):
+    assert words in refusal(go, out_dir=f"out/{run}", threshold=threshold)
 
 
 # ----------------------------------------------------------------------------------------------------------------- trace
