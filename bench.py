@@ -560,14 +560,18 @@ def counts(all_settings, cfgs):
 
 
 def compare_published(all_settings, cfgs):
-    """What the papers printed about the configs at hand, beside what is counted here. Prints and returns the rows."""
+    """What the papers printed about the models at hand, beside what is counted here. Prints and returns the rows.
+    A row is about its config with its overrides: flags that make another model of the config have rows of their own, or none."""
     path, found = HERE / "config" / "published.json", []
     for row in json.loads(path.read_text("utf-8"))["rows"] if path.is_file() else []:
         for name, cfg in cfgs.items():
-            if row["config"] and (HERE / "config" / row["config"]).with_suffix(".py") == Path(all_settings[name].files[-1]).resolve():
-                at = all_settings[name].build(GPTConfig, vocab_size=row.get("vocab_size", cfg.vocab_size))
-                mine = OURS[row["ours"]](at, row) / UNITS[row["unit"]] if row["ours"] in OURS else None
-                found.append({"name": name, **row, "counted": mine})
+            file = (HERE / "config" / row["config"]).with_suffix(".py") if row["config"] else None
+            if file == Path(all_settings[name].files[-1]).resolve():
+                theirs = config.parse([str(file), *row.get("overrides", [])], [GPTConfig, TrainConfig], "")
+                if theirs.build(GPTConfig, vocab_size=cfg.vocab_size) == cfg:
+                    at = theirs.build(GPTConfig, vocab_size=row.get("vocab_size", cfg.vocab_size))
+                    mine = OURS[row["ours"]](at, row) / UNITS[row["unit"]] if row["ours"] in OURS else None
+                    found.append({"name": name, **row, "counted": mine})
     if found:
         print("published, and counted here at the same vocabulary")
     for row in found:

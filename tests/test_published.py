@@ -2,6 +2,7 @@
 
     python -m pytest -q tests/test_published.py
 """
+import ast
 import functools
 import json
 import math
@@ -14,6 +15,7 @@ import pytest
 import torch
 from toy import flags, make_data
 
+import bench
 import model
 import train
 from config import UserError
@@ -22,7 +24,7 @@ CONFIG = Path(train.__file__).resolve().parent / "config"
 TEXT = (CONFIG / "published.json").read_text("utf-8")
 ROWS = json.loads(TEXT, parse_float=Decimal, parse_int=Decimal)["rows"]          # a Decimal knows how many digits were printed
 MUST = {"config", "paper", "setting", "system", "quantity", "value", "unit", "ours", "agrees"}
-MAY = {"note", "against", "vocab_size", "batch_size", "seq_len", "cache"}
+MAY = {"note", "overrides", "against", "vocab_size", "batch_size", "seq_len", "cache"}
 UNITS = {"M": 1e6, "B": 1e9, "MFLOP": 1e6, "1e18 FLOP": 1e18, "GiB": 2**30, "%": 1e-2, "parameters": 1, "steps": 1}
 
 WIDTHS = {  # n_embd, n_head, n_kv_head, n_ffn                                                         [MoR, shapes; GRT, shapes]
@@ -37,6 +39,7 @@ LAYOUTS = {
     "smollm/recursive2_360m": "1+15x2+1", "smollm/recursive3_360m": "1+10x3+1", "smollm/recursive4_360m": "1+8x4+1",
     "smollm/recursive2_730m": "1+12x2+1", "smollm/recursive3_730m": "1+8x3+1", "smollm/recursive4_730m": "1+6x4+1",
     "smollm/recursive2_1700m": "1+11x2+1", "smollm/recursive3_1700m": "1+8x3+1",
+    "mor_135m": "1+10x3+1", "mor_360m": "1+10x3+1", "mor_730m": "1+8x3+1", "mor_1700m": "1+8x3+1",
     "smollm/ablation/vanilla_135m_10b": "0+30x1+0", "smollm/ablation/vanilla_360m_10b": "0+32x1+0",
     "smollm/ablation/middle_cycle3_730m": "1+8x3+1", "smollm/ablation/cycle3_730m": "0+10x3+0",
     **{f"smollm/ablation/{sharing}{N}_{size}": plan for sharing in ("cycle", "sequence")
@@ -44,8 +47,11 @@ LAYOUTS = {
     **{f"smollm/ablation/middle_{sharing}{N}_{size}": plan for sharing in ("cycle", "sequence")
        for N, size, plan in ((2, "135m", "1+14x2+1"), (3, "135m", "1+9x3+1"), (2, "360m", "1+15x2+1"), (3, "360m", "1+10x3+1"))},
 }
-SMOLLM = [name for name in LAYOUTS if name.startswith("smollm/")]
+MOR = [name for name in LAYOUTS if name.startswith("mor_")]
+SMOLLM = [name for name in LAYOUTS if name.startswith("smollm/")] + MOR
 MAIN = [name for name in SMOLLM if "ablation" not in name]
+ROWS_OF_FLAGS = [(name, *re.split(r"  +(?=--)", line.strip())) for name in LAYOUTS                  # config, what it is, flags
+                 for line in ast.get_docstring(ast.parse((CONFIG / f"{name}.py").read_text("utf-8"))).splitlines() if re.search("^    .*  --", line)]
 
 
 @functools.cache
@@ -54,8 +60,8 @@ def settings_of(name, *more):
 
 
 @functools.cache
-def cfg_of(name, vocab_size=50304):
-    return settings_of(name).build(model.GPTConfig, vocab_size=int(vocab_size))
+def cfg_of(name, vocab_size=50304, more=()):
+    return settings_of(name, *more).build(model.GPTConfig, vocab_size=int(vocab_size))
 
 
 @functools.cache
@@ -63,9 +69,9 @@ def n_params(cfg, embeddings=True):
     return cfg.n_params(embeddings)
 
 
-def recipe(name):
+def recipe(name, more=()):
     """(tokens per step, steps)."""
-    s = settings_of(name)
+    s = settings_of(name, *more)
     return s.batch_size * s.gradient_accumulation_steps * s.block_size, s.max_iters
 
 
@@ -78,7 +84,9 @@ def test_a_config_has_the_layout_the_sharing_and_the_widths_of_its_paper(name):
     assert cfg.layout == LAYOUTS[name]
     assert (cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.ffn_width) == WIDTHS[next(word for word in stem.split("_") if word in WIDTHS)]
     assert (cfg.block, cfg.update) == ("llama" if name in SMOLLM else "gpt2", "gate" if "grt" in stem else "replace")
-    if name in SMOLLM and "vanilla" not in name:
+    if name in MOR:
+        assert (cfg.sharing_name, cfg.n_recur, cfg.router, cfg.kv) == ("middle_cycle", 3, "expert", "own")
+    elif name in SMOLLM and "vanilla" not in name:
         family, N = re.fullmatch(r"([a-z_]+)(\d)_\d+m", stem).groups()
         assert (cfg.sharing_name, cfg.n_recur) == ("middle_cycle" if family == "recursive" else family, int(N))
     assert (cfg.depth_sampling, cfg.state_noise, cfg.gate_noise) == (("uniform", .1, .1) if "grt" in stem else ("fixed", 0, 0))
@@ -86,7 +94,7 @@ def test_a_config_has_the_layout_the_sharing_and_the_widths_of_its_paper(name):
 
 def test_every_config_beside_these_is_in_the_table_above():
     there = {str(path.relative_to(CONFIG).with_suffix("")) for path in CONFIG.rglob("[!_]*.py")}
-    ours = {name for name in there if name.startswith("bench/") or name.endswith(("_tiny", "_tiny_half"))}
+    ours = {name for name in there if name.startswith("bench/") or "_tiny" in name}
     assert there - ours == set(LAYOUTS)
 
 
@@ -132,10 +140,15 @@ def test_a_step_has_the_papers_tokens(name):
     assert recipe(name)[0] == (2_097_152 if name in SMOLLM else 491_520)
 
 
+def budget(name, more=()):
+    """Steps that 16.5e18 FLOPs of forward passes pay for."""
+    return round(16.5e18 / (cfg_of(name, more=more).flops_per_token(2048, "paper") * recipe(name)[0]))
+
+
 @pytest.mark.parametrize("name", MAIN)
 def test_an_isoflop_run_spends_its_budget_and_cools_down_to_zero(name):
     s, (tokens, steps) = settings_of(name), recipe(name)
-    assert steps == round(16.5e18 / (cfg_of(name).flops_per_token(2048, "paper") * tokens))
+    assert steps == budget(name) or (name, steps, budget(name)) == ("mor_360m", 14161, 14160)                # that run was released
     for step in (s.warmup_iters, int(.79 * steps)):
         assert train.learning_rate(step, s) == pytest.approx(3e-3)
     assert 0 < train.learning_rate(0, s) < 1e-4 and 0 <= train.learning_rate(steps - 1, s) < 3e-3 / (.19 * steps)
@@ -155,12 +168,52 @@ def test_the_optimizer_is_the_papers():
         s = settings_of(name)
         assert (s.beta1, s.beta2, s.weight_decay, s.grad_clip, s.dropout) == (.9, .95, .1, 1, 0)
         assert s.dataset == ("fineweb-edu" if name in SMOLLM else "stdlib") and s.vocab_size is None
-        assert s.warmup_iters == (57 if name in SMOLLM else 2000)
+        assert s.warmup_iters == (86 if name in MOR else 57 if name in SMOLLM else 2000)
+
+
+def test_a_routed_config_routes_as_the_paper_adopted():
+    for name in MOR:
+        cfg = cfg_of(name)
+        with torch.device("meta"):
+            router = model.GPT(cfg).recursion.router
+        assert (cfg.router_kind, router.alpha, router.score, cfg.threshold) == ("linear", .1, torch.sigmoid, .5)
+        assert cfg.capacities == [1, 2 / 3, 1 / 3] and [int(c * 2048) for c in cfg.capacities] == [2048, 1365, 682]
+        assert [tuple(p.shape) for p in router.parameters()] == 3 * [(1, cfg.n_embd)]
+
+
+def test_a_routed_config_and_its_recursive_twin_differ_in_routing_budget_and_warm_up_alone():
+    for name in MOR:
+        mine, twin = settings_of(name).values, settings_of(f"smollm/recursive3_{name[4:]}").values
+        assert {key for key in mine if mine[key] != twin[key]} == {"router", "max_iters", "warmup_iters"}
+
+
+@pytest.mark.parametrize("name, what, flags", ROWS_OF_FLAGS, ids=lambda text: text.replace(" ", "_"))
+def test_a_row_of_flags_in_a_docstring_makes_another_model_or_run(name, what, flags):
+    s, before = settings_of(name, *flags.split()), settings_of(name)
+    assert all(s.values[key] != before.values[key] for key in re.findall(r"--(\w+)", flags)), "a flag that changes nothing"
+    cfg = s.build(model.GPTConfig, vocab_size=320)
+    assert cfg.unused() == []
+    with torch.device("meta"):
+        model.GPT(cfg)
+    if what.startswith("MoR-"):                                         # MoR-N, at equal FLOPs or at equal tokens
+        assert cfg.n_recur == int(what[4]) and (", 34 blocks" not in what or cfg.executed_blocks() == 34)
+        same_cost = cfg.flops_per_token(2048, "paper") == cfg_of(name).flops_per_token(2048, "paper")      # then the file's steps are its own
+        assert s.max_iters in (9438, budget(name, tuple(flags.split()))) or same_cost and s.max_iters == before.max_iters
+
+
+def test_the_rows_of_flags_cover_the_paper():
+    """Each value of each choice that its tables vary, on the 360M model, where they were trained."""
+    rows = [flags for name, _, flags in ROWS_OF_FLAGS if name == "mor_360m"]
+    assert len(rows) == len(set(rows))
+    for flag in ("n_recur=2", "n_recur=4", "max_iters=9438", "router=token", "kv=share", "router_kind=mlp", "router_width=3840",
+                 "router_score=tanh", "router_score=none", "router_score=sigmoid", "router_alpha=1", "router_loss=0"):
+        assert any(f"--{flag}" in row.split() for row in rows), flag
+    assert {name for name, _, _ in ROWS_OF_FLAGS} == set(MOR)
 
 
 FAMILIES = ["gpt2_small", "grt_small", "grt_medium_isoparam", "smollm/vanilla_135m", "smollm/recursive3_360m", "smollm/recursive2_1700m",
             "smollm/ablation/cycle3_135m", "smollm/ablation/sequence2_135m", "smollm/ablation/middle_cycle3_135m",
-            "smollm/ablation/middle_sequence2_360m", "smollm/ablation/cycle3_730m"]
+            "smollm/ablation/middle_sequence2_360m", "smollm/ablation/cycle3_730m", "mor_360m"]
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +239,8 @@ def test_a_small_version_of_each_family_trains(name, data, tmp_path, monkeypatch
     assert evals[0]["val_loss"] == pytest.approx(math.log(320), abs=.1) and evals[-1]["val_loss"] < evals[0]["val_loss"]
     cfg = model.GPTConfig(**torch.load(folder / "ckpt.pt", weights_only=True)["model_config"])
     paper = cfg_of(name)
-    assert (cfg.layout, cfg.update, cfg.block, model.block_table(cfg)) == (paper.layout, paper.update, paper.block, model.block_table(paper))
+    assert (cfg.layout, cfg.update, cfg.block, cfg.router) == (paper.layout, paper.update, paper.block, paper.router)
+    assert model.block_table(cfg) == model.block_table(paper)
 
 
 # -------------------------------------------------------------------------------------------------------- the published numbers
@@ -204,8 +258,8 @@ OURS = {  # (config's name, its GPTConfig, row) -> the quantity in its basic uni
     "flops_grt_per_block": lambda name, cfg, row: cfg.flops_per_token(1024, "grt") / cfg.executed_blocks(),
     "flops_grt_over": lambda name, cfg, row: cfg.flops_per_token(1024, "grt") / cfg_of(row["against"]).flops_per_token(1024, "grt") - 1,
     "steps_paper": lambda name, cfg, row: 16.5e18 / (cfg.flops_per_token(2048, "paper") * recipe(name)[0]),
-    "training_flops_paper": lambda name, cfg, row: cfg.flops_per_token(2048, "paper") * math.prod(recipe(name)),
-    "tokens": lambda name, cfg, row: math.prod(recipe(name)),
+    "training_flops_paper": lambda name, cfg, row: cfg.flops_per_token(2048, "paper") * math.prod(recipe(name, overrides(row))),
+    "tokens": lambda name, cfg, row: math.prod(recipe(name, overrides(row))),
     "kv+weights GiB": lambda name, cfg, row: bytes_at(cfg, row),
 }
 
@@ -215,8 +269,13 @@ def agrees(number, value):
     return Decimal(number).quantize(value) == value
 
 
+def overrides(row):
+    """The flags that make the row's system of its config."""
+    return tuple(row.get("overrides", ()))
+
+
 def computed(row):
-    number = OURS[row["ours"]](row["config"], cfg_of(row["config"], row.get("vocab_size", 50304)), row)
+    number = OURS[row["ours"]](row["config"], cfg_of(row["config"], row.get("vocab_size", 50304), overrides(row)), row)
     return number / UNITS[row["unit"]]
 
 
@@ -248,13 +307,40 @@ def test_every_row_is_complete_names_a_config_that_exists_and_stands_once():
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "ablation" not in name and cfg_of(name).n_embd in (960, 768, 1024, 1280)])
 def test_every_model_of_the_main_tables_has_a_published_loss(name):
-    assert [row for row in ROWS if row["config"] == name and row["quantity"] == "validation NLL" and row["setting"].startswith("iso")]
+    assert [row for row in ROWS if row["config"] == name and row["quantity"] == "validation NLL" and row["setting"].startswith("iso") and not overrides(row)]
 
 
-def test_flags_in_the_notes_are_keys():
-    notes = [(row["config"], row["note"].split()) for row in ROWS if row.get("note", "").startswith("--")]
-    assert len(notes) > 3
-    for name, words in notes:
-        settings_of(name, *words).build(model.GPTConfig, vocab_size=320)
+def test_every_published_row_of_mixture_of_recursions_has_its_flags_in_the_docstring():
+    """One system, one set of flags: those of the docstring, where a row's own say how long it trains."""
+    stated = {frozenset(flags.split()) for name, _, flags in ROWS_OF_FLAGS if name == "mor_360m"}
+    rows = [row for row in ROWS if row["paper"] == "MoR" and row["system"].startswith("MoR-")]
+    assert {row["config"] for row in rows} == {"mor_360m"} and len(rows) > 25
+    for row in rows:
+        flags = {flag for flag in overrides(row)}
+        assert not flags or flags in stated or any(flags < some and "max_iters" in str(some - flags) for some in stated), row
+        assert cfg_of("mor_360m", more=overrides(row)).n_recur == int(row["system"][4])
+
+
+def test_an_override_is_a_key_that_changes_the_config():
+    rows = [row for row in ROWS if "overrides" in row]
+    assert len(rows) > 25
+    for row in rows:
+        assert all(re.fullmatch(r"--\w+=\S+", flag) for flag in overrides(row)) and overrides(row), row
+        s, before = settings_of(row["config"], *overrides(row)), settings_of(row["config"])
+        assert all(s.values[flag[2:].split("=")[0]] != before.values[flag[2:].split("=")[0]] for flag in overrides(row)), row
+        s.build(model.GPTConfig, vocab_size=320)
     with pytest.raises(UserError):
         settings_of("grt_small", "--no_such_key=1")
+
+
+@pytest.mark.slow
+def test_bench_sets_beside_a_model_the_published_rows_of_that_model_alone(capsys):
+    def published(*flags):
+        bench.main(["counts", str(CONFIG / "mor_360m.py"), "--vocab_size=50304", *flags])
+        return {(row["system"], row["value"], row["counted"] and round(row["counted"], 2))
+                for row in json.loads(capsys.readouterr().out.splitlines()[-1])["published"] if row["unit"] == "MFLOP"}
+
+    assert published() == published("--max_iters=5") == {("MoR-3", 555.63, 555.63)}
+    assert published("--n_core=15", "--n_recur=2") == {("MoR-2", 623.49, 623.49)}
+    assert published("--kv=share") == {("MoR-3 share", 536.25, 536.25)}
+    assert published("--n_core=9") == published("--router=token") == set()
