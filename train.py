@@ -507,9 +507,9 @@ class RouterTally:
             return {**numbers, "max_vio": max_vio(load)}
         asks = [step for step, choice in enumerate(self.watch.choice) if choice]
         said, reached = world.sum(self.said).tolist(), world.sum(self.reached)
-        right = [self.accuracy(said[step]) for step in asks]
+        right = {step: self.accuracy(said[step]) for step in asks if self.cfg.router_choice != "random"}        # a lot is no router's word
         return {**numbers, "go_on": {step: sum(load[step + 1 :]) / sum(load[step:]) for step in asks if sum(load[step:])},
-                "router_accuracy": sum(right) / len(right) if right else None, "router_accuracy_at": dict(zip(asks, right)),
+                "router_accuracy": sum(right.values()) / len(right) if right else None, "router_accuracy_at": right,
                 "dead_tokens": float((reached == 0).float().mean())}
 
     @staticmethod

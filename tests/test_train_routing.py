@@ -174,6 +174,7 @@ def test_rows_that_only_fill_up_are_not_asked_and_a_plain_model_has_no_one_to_as
 def test_where_nobody_is_left_nobody_is_asked():
     model, ids_BT = routed_loud(router="expert", threshold=1.0), some_ids(2, 8)
     with RouterWatch(model) as watch, torch.no_grad():
+        model(ids_BT, routing="topk")                                 # a pass before this one has left nothing
         asked = watch.asked(model(ids_BT).depth_BT)
     assert [len(at[1]) for at in asked[1:]] == [16, 0, 0] and all(len(logit_N) == len(went_N) for logit_N, went_N, _ in asked[2:])
 
@@ -196,7 +197,7 @@ def by_hand(model, split, starts):
                 if routing == "topk" and depth == R:
                     reached.add(t)
         for step in said:
-            said[step] += list(zip((watch.asked(out.depth_BT)[step][0] >= 0).tolist(), (out.depth_BT[out.depth_BT >= step] > step).tolist()))
+            said[step] += list(zip((watch.asked(out.depth_BT)[step][0] >= math.log(0.6 / 0.4)).tolist(), (out.depth_BT[out.depth_BT >= step] > step).tolist()))
     rate = lambda pairs, kind: sum(yes == kind for yes, chosen in pairs if chosen == kind) / sum(chosen == kind for _, chosen in pairs)  # noqa: E731
     right = {step: (rate(pairs, True) + rate(pairs, False)) / 2 for step, pairs in said.items()}
     n = sum(load)
@@ -212,7 +213,7 @@ def flat(numbers):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_routing_numbers_are_those_of_the_windows_counted_by_hand(place, batch_size):
-    model, split = routed_loud(router="expert").train(), toy_split(place)
+    model, split = routed_loud(router="expert", threshold=0.6).train(), toy_split(place)
     starts, tally = fixed_windows(split, 6 * 32), RouterTally(model, "cpu")
     causal = evaluate(model, split, starts, [1, 4], batch_size, "cpu", look=tally.look)[4]
     with tally.watch:
@@ -241,6 +242,11 @@ def test_the_validation_loss_is_the_causal_one_and_top_k_stands_beside_it_with_i
     for line, r in zip(lines, records):
         assert f"top-k (not causal) {r['topk_val_loss']:.4f} nats/token, causal {r['topk_gap']:+.4f}" in line and f"depth {r['mean_depth']:.2f}" in line
         assert f"router accuracy {100 * r['router_accuracy']:.1f}%" in line and f"dead {100 * r['dead_tokens']:.1f}%" in line
+
+
+def test_a_choice_by_lot_has_no_accuracy(go, capsys):
+    record = events(go(**EXPERT, router_choice="random", max_iters=0), "eval")[0]
+    assert record["router_accuracy"] is None and record["go_on"] and "router accuracy - |" in capsys.readouterr().out
 
 
 def test_token_choice_is_evaluated_once_at_full_depth_and_says_how_unbalanced_it_is(go, capsys):
