@@ -15,17 +15,27 @@ At equal tokens, those of Vanilla:
     MoR-3                                       --max_iters=9438
     MoR-4, 34 blocks                            --n_core=8 --n_recur=4 --max_iters=9438
 Other choices (its ablations follow a cosine: add --schedule=cosine, and --max_iters=4768 for ten billion tokens):
+    K alone shared                              --kv=share_k
+    V alone shared                              --kv=share_v
     router with a hidden layer of 2 D           --router_kind=mlp
     router with a hidden layer of 4 D           --router_kind=mlp --router_width=3840
     score by tanh                               --router_score=tanh
     score = logit                               --router_score=none
+    no score: h + core(h)                       --router_score=add
     alpha 1 in place of 0.1                     --router_alpha=1
     no loss for the router                      --router_loss=0
     that loss as the paper prints it            --router_loss=0.001
+    z-loss                                      --router_z_loss=1e-3
+    auxiliary router, ten times the rate        --aux_router=True --aux_router_lr_scale=10
+    capacities fall at first (length: ours)     --capacity_warmup_iters=1000
+    tokens chosen by lot                        --router_choice=random
     token-choice: score by sigmoid              --router=token --router_score=sigmoid
     token-choice: hidden layer of 2 D           --router=token --router_kind=mlp
     token-choice: hidden layer of 4 D           --router=token --router_kind=mlp --router_width=3840
+    token-choice: z-loss of the paper's caption --router=token --router_z_loss=1e-3
+    token-choice: no z-loss                     --router=token --router_z_loss=0
     token-choice: weaker balancing loss         --router=token --router_loss=0.01
+    token-choice: balanced by a bias, no loss   --router=token --router_balance=bias
 """
 block = "llama"                         # RMSNorm, RoPE, SwiGLU, no biases, as in SmolLM
 n_embd = 960                            # SmolLM-360M's width

@@ -178,7 +178,7 @@ def test_a_routed_config_routes_as_the_paper_adopted():
             router = model.GPT(cfg).recursion.router
         assert (cfg.router_kind, router.alpha, router.score, cfg.threshold) == ("linear", .1, torch.sigmoid, .5)
         assert cfg.capacities == [1, 2 / 3, 1 / 3] and [int(c * 2048) for c in cfg.capacities] == [2048, 1365, 682]
-        assert [tuple(p.shape) for p in router.parameters()] == 3 * [(1, cfg.n_embd)]
+        assert [tuple(p.shape) for p in router.parameters()] == 3 * [(1, cfg.n_embd)] and cfg.router_weight == .016
 
 
 def test_a_routed_config_and_its_recursive_twin_differ_in_routing_budget_and_warm_up_alone():
@@ -201,12 +201,28 @@ def test_a_row_of_flags_in_a_docstring_makes_another_model_or_run(name, what, fl
         assert s.max_iters in (9438, budget(name, tuple(flags.split()))) or same_cost and s.max_iters == before.max_iters
 
 
+@pytest.mark.slow
+def test_a_small_version_of_each_row_of_flags_has_a_loss_and_a_gradient_for_every_parameter():
+    narrow = flags(n_embd=16, n_head=2, n_kv_head=1, n_ffn=24, block_size=16)
+    ids_BT = torch.arange(34).view(2, 17)
+    for name, what, more in ROWS_OF_FLAGS:
+        torch.manual_seed(0)
+        net = model.GPT(settings_of(name, *more.split(), *narrow).build(model.GPTConfig, vocab_size=64))
+        out = net(ids_BT[:, :-1], ids_BT[:, 1:], seed=(0, 0))
+        out.loss.backward()
+        assert all(loss.isfinite() for loss in out.losses.values()) and out.losses["ce"].item() == pytest.approx(math.log(64), rel=.05), what
+        assert [n for n, p in net.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == [], what
+        steps = out.depth_BT.sum().item()
+        assert steps == 2 * sum(max(1, int(c * 16)) for c in net.cfg.capacities) or net.cfg.router == "token", what
+
+
 def test_the_rows_of_flags_cover_the_paper():
     """Each value of each choice that its tables vary, on the 360M model, where they were trained."""
     rows = [flags for name, _, flags in ROWS_OF_FLAGS if name == "mor_360m"]
     assert len(rows) == len(set(rows))
-    for flag in ("n_recur=2", "n_recur=4", "max_iters=9438", "router=token", "kv=share", "router_kind=mlp", "router_width=3840",
-                 "router_score=tanh", "router_score=none", "router_score=sigmoid", "router_alpha=1", "router_loss=0"):
+    for flag in ("n_recur=2", "n_recur=4", "max_iters=9438", "router=token", "kv=share", "kv=share_k", "kv=share_v", "router_kind=mlp", "router_width=3840",
+                 "router_score=tanh", "router_score=none", "router_score=add", "router_score=sigmoid", "router_alpha=1", "router_loss=0", "aux_router=True",
+                 "aux_router_lr_scale=10", "capacity_warmup_iters=1000", "router_z_loss=1e-3", "router_z_loss=0", "router_balance=bias", "router_choice=random"):
         assert any(f"--{flag}" in row.split() for row in rows), flag
     assert {name for name, _, _ in ROWS_OF_FLAGS} == set(MOR)
 
