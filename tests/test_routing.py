@@ -97,13 +97,14 @@ def test_training_takes_the_capacities_of_the_full_length_each_set_inside_the_la
     assert (loud(routed(dict(router="expert"))).train()(some_ids(2, 1)).depth_BT == 3).all()               # never fewer than one
 
 
-def test_the_gathered_pass_equals_a_dense_one_that_masks():
+@pytest.mark.parametrize("kv", ["own", "share", "share_k", "share_v"])
+def test_the_gathered_pass_equals_a_dense_one_that_masks(kv):
     """Expert-choice top-k, written densely: everyone is computed, attention and update look only at the chosen."""
-    model, ids_BT = loud(routed(dict(router="expert", update="replace"))).double(), some_ids(2, 12)
+    model, ids_BT = loud(routed(dict(router="expert", update="replace", kv=kv))).double(), some_ids(2, 12)
     with torch.no_grad():
         out = model(ids_BT, routing="topk")
         h_BTD, _, who = model.start(ids_BT, NoCache())
-        active_BT = torch.ones(2, 12, dtype=torch.bool)
+        active_BT, first = torch.ones(2, 12, dtype=torch.bool), {}
         for step, unit in enumerate(model.recursion.router.units):
             logit_BT = unit(h_BTD)[..., 0].masked_fill(~active_BT, -torch.inf)
             if step:
@@ -111,16 +112,20 @@ def test_the_gathered_pass_equals_a_dense_one_that_masks():
                 active_BT = active_BT & (logit_BT >= kth)
             y_BTD = h_BTD
             for block in model.recursion.core:
-                y_BTD = dense_block(block, y_BTD, active_BT)
+                y_BTD = dense_block(block, y_BTD, active_BT, kv, first.setdefault(block, []))
             h_BTD = torch.where(active_BT[..., None], h_BTD + 0.7 * logit_BT.sigmoid()[..., None] * y_BTD, h_BTD)
         assert_close(model.head(model.finish(h_BTD, who, NoCache())), out.logits)
 
 
-def dense_block(block, x_BTD, active_BT):
+def dense_block(block, x_BTD, active_BT, kv, first):
     B, T, D = x_BTD.shape
     a, n_BTD = block.attention, block.attention_norm(x_BTD)
     q, k, v = (part(n_BTD).view(B, T, -1, a.head_width).transpose(1, 2) for part in (a.query, a.key, a.value))
-    mask_B1TT = (torch.ones(T, T, dtype=torch.bool).tril() & active_BT[:, None, :] | torch.eye(T, dtype=torch.bool))[:, None]
+    first[:] = first or (k, v)                                                      # of step 0, where everyone is active
+    k, v = {"own": (k, v), "share": first, "share_k": (first[0], v), "share_v": (k, first[1])}[kv]
+    mask_B1TT = torch.ones(2, 1, T, T, dtype=torch.bool).tril()
+    if kv != "share":
+        mask_B1TT = mask_B1TT & active_BT[:, None, None, :] | torch.eye(T, dtype=torch.bool)
     x_BTD = x_BTD + a.output(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT).transpose(1, 2).reshape(B, T, D))
     return x_BTD + block.mlp(block.mlp_norm(x_BTD))
 
@@ -211,6 +216,41 @@ def test_a_routed_run_trains_evaluates_and_writes(tmp_path, monkeypatch, capsys,
     sample.main(["--max_new_tokens=5"])
     assert "more than n_recur=4" in refusal(sample.main, ["--recursions=9"])
     assert "sends tokens to different steps" in refusal(sample.main, ["--cache=mean"])
+
+
+def test_a_router_learns_which_tokens_top_k_takes():
+    """Trained as a whole, a model agrees with its own top-k at the threshold: what makes causal routing possible."""
+    model, ids_BT = loud(routed(dict(router="expert", block="llama"), n_embd=32, router_alpha=None, router_loss=0.1, capacity=[1.0, 0.2, 0.1])), some_ids(8, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    agrees = lambda: (model.eval()(ids_BT).depth_BT == model(ids_BT, routing="topk").depth_BT).double().mean()  # noqa: E731
+    before = agrees()
+    for seed in range(80):
+        optimizer.zero_grad()
+        model.train()(ids_BT[:, :-1], ids_BT[:, 1:], seed=(seed, seed)).loss.backward()
+        optimizer.step()
+    assert before < 0.7 and agrees() > 0.9
+
+
+# What a recursion does at its edges: keys, tokens of a row, depth asked -> steps that each token takes in training.
+EDGES = {"every token everywhere": (dict(router="expert", capacity=[1.0, 1.0, 1.0]), 4, None, [3, 3, 3, 3]),
+         "depth 0": (dict(router="expert"), 3, 0, [0, 0, 0]), "depth 1": (dict(router="expert"), 3, 1, [1, 1, 1]),
+         "one token at a time": (dict(router="expert", capacity=[0.01, 0.01, 0.01]), 6, None, [0, 0, 0, 0, 0, 3]),
+         "more steps than tokens": (dict(router="expert", n_recur=5), 2, None, [1, 5]),
+         "one token": (dict(router="expert"), 1, None, [3])}
+
+
+@pytest.mark.parametrize("case", EDGES)
+def test_the_edges_of_a_recursion(case):
+    keys, T, depth, want = EDGES[case]
+    assert sorted(loud(routed(keys)).train()(some_ids(1, T), depth=depth, seed=(0, 0)).depth_BT[0].tolist()) == want
+
+
+def test_a_loop_of_one_step_is_the_plain_model_bit_for_bit_and_no_capacity_is_nought():
+    recursive, plain = loud(tiny(n_recur=3, n_core=2)), loud(tiny(n_recur=1, n_core=2))
+    assert torch.equal(recursive(some_ids(2, 9), depth=1).logits, plain(some_ids(2, 9)).logits)
+    for capacity in ([1.0, 0.0, 0.0], [1.0, 0.5], [1.0, 0.5, 1.5]):
+        with pytest.raises(ValueError, match="one share of the tokens in"):
+            routed(dict(router="expert", capacity=capacity))
 
 
 # ---- options of the routers
