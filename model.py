@@ -1572,8 +1572,12 @@ def describe(cfg):
         elif step == 3:
             lines.append("  ...")
     full, bare = cfg.n_params(), cfg.n_params(embeddings=False)
+    chosen = [S * step_shares(cfg, S, int)(step) for step in range(R)]
+    mean = f" at most, {cfg.executed_blocks(sum(chosen) / S):,.1f} on average" if cfg.router != "none" else ""
     lines += ["", f"parameters  {full:,} unique ({bare:,} without token and position tables), vocabulary {cfg.vocab_size:,}",
-              f"executed    {cfg.executed_blocks()} blocks from {cfg.n_prelude + cfg.n_core + cfg.n_coda} sets of weights"]
+              f"executed    {cfg.executed_blocks()} blocks{mean} from {cfg.n_prelude + cfg.n_core + cfg.n_coda} sets of weights"]
+    if cfg.router != "none":
+        lines.append(f"routing     {', '.join(f'{n:,.0f}' for n in chosen)} of {S:,} tokens take step 0, 1, ... ({'by capacity' if cfg.router == 'expert' else 'if balanced'})")
     flops = [f"depth {d}: {cfg.flops_per_token(S, depth=d) / 1e6:,.1f}" for d in sorted({0, 1, R}) if cfg.any_depth or d == R]
     lines.append(f"MFLOP/token {'   '.join(flops)}   (forward, context {S}, exact)")
     caches = [c for c in FOLDS if c == "full" or cfg.compressible and R > 1]
@@ -1598,7 +1602,10 @@ def describe(cfg):
             runs[-1][1], runs[-1][3] = name, runs[-1][3] + 1
         else:
             runs.append([name, name, shape, 1])
-    lines += [f"  {first if n == 1 else f'{first} ... {last} ({n} calls)':<48}{shape}" for first, last, shape, n in runs]
+    names = [first if n == 1 else f"{first} ... {last} ({n} calls)" for first, last, _, n in runs]
+    lines += [f"  {name:<{max(map(len, names))}}  {shape}" for name, (_, _, shape, _) in zip(names, runs)]
+    if cfg != static:
+        lines.append("  (as if every token took every step: token-choice decides by the data, and there is none here)")
     return "\n".join(lines + [f"note: {sentence}" for sentence in cfg.unused()])
 
 
