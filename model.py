@@ -463,16 +463,16 @@ class KVCache:
         sees. row_A: the rows that take part (None: all)."""
         n_A, level = [n + new for n, new in zip(start_A, n_new_A)], len(set(start_A)) == 1
         n_seen, row_n = max(n_A), None if row_A is None else list(zip(row_A, n_A))
-        position_AT = torch.tensor(start_A[:1] if level else start_A, device=device)[:, None] + torch.arange(T, device=device)
-        place_AT = position_AT + n_places * torch.tensor(range(len(n_A)) if row_A is None else row_A, device=device)[:, None]
+        rows = zip(range(len(n_A)) if row_A is None else row_A, start_A, n_A)
+        place_C = torch.tensor([row * n_places + place for row, start, stop in rows for place in range(start, stop)], device=device)
+        position_AT = torch.tensor(start_A[:1] if level else start_A, device=device)[:, None]
+        position_AT = position_AT if T == 1 else position_AT + torch.arange(T, device=device)
         real_AT = real_C = mask_A1TS = None
+        if T > 1 or not (level or row_n):
+            mask_A1TS = sees(position_AT, n_seen)
         if min(n_new_A) < T:
             real_AT = torch.arange(T, device=device) < torch.tensor(n_new_A, device=device)[:, None]
             real_C = real_AT.flatten().nonzero().squeeze(1)
-        place_C = place_AT.flatten() if real_C is None else place_AT.flatten()[real_C]
-        if T > 1 or not (level or row_n):
-            mask_A1TS = sees(position_AT, n_seen)
-        if real_C is not None:
             position_AT = position_AT.clamp(max=self.n_places - 1)               # padding may stand beyond
         return Window(place_C, real_C, mask_A1TS, n_seen, self.n_rows, row_n, position_AT, real_AT)
 
@@ -859,7 +859,8 @@ class RouterUnit(nn.Module):
         return sum(2 * n * m for n, m in RouterUnit.shapes(cfg, n_out))
 
     def forward(self, h_ACD):
-        with contextlib.nullcontext() if h_ACD.is_meta else torch.autocast(h_ACD.device.type, enabled=False):
+        on = not h_ACD.is_meta and torch.is_autocast_enabled(h_ACD.device.type)
+        with torch.autocast(h_ACD.device.type, enabled=False) if on else contextlib.nullcontext():
             x = at_least_fp32(h_ACD)
             for i, layer in enumerate(self.layers):
                 x = F.linear(F.gelu(x) if i else x, at_least_fp32(layer.weight))
