@@ -180,7 +180,7 @@ def ours(cfg, depth, s, device, compiled):
     if s.checkpoint_activations:
         checkpoint_activations(model)
     if compiled:
-        compile_parts(model)
+        compile_parts(model, ragged=cfg.router == "token")
     return model, lambda ids_BT, targets_BT, seed: model(ids_BT, targets_BT, depth=depth, seed=seed)
 
 

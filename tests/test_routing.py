@@ -77,7 +77,7 @@ def test_cached_logits_equal_the_full_forward_for_unequal_prompts(keys):
         logits_B1V = model.feed(torch.stack([ids_BT[row, n + i][None] for row, n in enumerate(n_B)]), cache)
 
 
-@pytest.mark.parametrize("keys", [keys for keys in ROUTED if keys["router_kind"] == "linear"], ids=name)
+@pytest.mark.parametrize("keys", [keys for keys in ROUTED + OPTIONS if keys.get("router_kind", "linear") == "linear" and keys.get("router_choice") != "random"], ids=name)
 def test_outside_training_a_token_changes_nothing_before_it_and_topk_does(keys):
     model, ids_BT = loud(routed(keys)).double(), some_ids(4, 16)
     changed_BT = ids_BT.clone()
