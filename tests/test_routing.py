@@ -10,7 +10,7 @@ import pytest
 import spec
 import torch
 from test_counts import smollm
-from tiny import loud, some_ids, tiny
+from tiny import all_pairs, loud, some_ids, tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from toy import make_config, make_data, refusal
@@ -21,8 +21,10 @@ import train
 from model import GPT, NoCache, Silence, compact, make_cache, stream, topk
 
 LAYOUT = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, router_alpha=0.7)          # alpha: large enough that a wrong merge shows
-ROUTED = [dict(router=router, router_kind=kind, update=update, block=block, kv=kv) for router, kind, update, block, kv in itertools.product(
-    ("expert", "token"), ("linear", "mlp"), ("replace", "inject", "gate"), ("gpt2", "llama"), ("own", "share")) if (router, update) != ("token", "gate")]
+CHOICES = dict(router=("expert", "token"), router_kind=("linear", "mlp"), update=("replace", "inject", "gate"), block=("gpt2", "llama"), kv=("own", "share"))
+legal = lambda keys: (keys["router"], keys["update"]) != ("token", "gate")  # noqa: E731
+ROUTED = [keys for keys in (dict(zip(CHOICES, values)) for values in itertools.product(*CHOICES.values())) if legal(keys)]
+FEW = all_pairs(CHOICES, legal)                                                     # in which every two choices meet; the others are for the whole suite
 SHARED = [dict(router="none", kv=kv, update=update, router_alpha=None) for kv, update in itertools.product(("share", "share_k", "share_v"), ("replace", "gate"))]
 OPTIONS = [dict(router="expert", kv="share_k", block="llama"), dict(router="expert", kv="share_v", update="inject"), dict(router="token", kv="share_k", n_kv_head=2),
            dict(router="token", kv="share_v", block="llama"), dict(router="expert", aux_router=True, block="llama"),
@@ -31,6 +33,11 @@ OPTIONS = [dict(router="expert", kv="share_k", block="llama"), dict(router="expe
            dict(router="expert", router_score="tanh", block="llama"), dict(router="expert", router_score="none", block="llama"),
            dict(router="token", router_balance="bias", block="llama"), dict(router="token", router_score="sigmoid", router_z_loss=0.1, block="llama"),
            dict(router="expert", router_z_loss=0.1, capacity=[1.0, 0.9, 0.2], block="llama")]
+
+
+def cases(*lists):
+    """Parameters of a test: the lists in full, those of ROUTED that are not among the few marked as slow."""
+    return [pytest.param(keys, id=name(keys), marks=[pytest.mark.slow] if keys in ROUTED and keys not in FEW else []) for keys in itertools.chain(*lists)]
 
 
 def name(keys):
@@ -45,7 +52,7 @@ def assert_close(a, b):
     torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-4)                          # rotary tables are float32
 
 
-@pytest.mark.parametrize("keys", ROUTED + SHARED + OPTIONS, ids=name)
+@pytest.mark.parametrize("keys", cases(ROUTED, SHARED, OPTIONS))
 def test_logits_and_depths_equal_the_specification_at_every_depth(keys):
     cfg = routed(keys)
     model, ids_BT = loud(cfg).double(), some_ids(3, 12)
@@ -62,7 +69,7 @@ def test_logits_and_depths_equal_the_specification_at_every_depth(keys):
     assert len(seen) > 2                                                            # tokens do part ways
 
 
-@pytest.mark.parametrize("keys", ROUTED + SHARED + OPTIONS, ids=name)
+@pytest.mark.parametrize("keys", cases(ROUTED, SHARED, OPTIONS))
 def test_cached_logits_equal_the_full_forward_for_unequal_prompts(keys):
     model, ids_BT, n_B = loud(routed(keys)).double(), some_ids(3, 14), [5, 2, 4]
     with torch.no_grad():
