@@ -419,14 +419,16 @@ def in_place_of_model(source):
 
 
 def run_test(where):
-    """Call a test function with each of its parameters, as pytest would."""
+    """Call a test function with each of its parameters that is not slow, as pytest would."""
     module, name = where.split("::")
     test = getattr(importlib.import_module(module), name)
     choices = []
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":
             names = [name.strip() for name in mark.args[0].split(",")]
-            choices.append([dict(zip(names, values if len(names) > 1 else [values])) for values in mark.args[1]])
+            values = [value for value in mark.args[1] if not any(mark.name == "slow" for mark in getattr(value, "marks", ()))]
+            values = [getattr(value, "values", value if len(names) > 1 else [value]) if not isinstance(value, dict) else [value] for value in values]
+            choices.append([dict(zip(names, value)) for value in values])
     for parts in itertools.product(*choices):
         with pytest.MonkeyPatch.context() as monkeypatch:
             fixtures = {"monkeypatch": monkeypatch} if "monkeypatch" in inspect.signature(test).parameters else {}
