@@ -720,7 +720,7 @@ RUN_KEYS = {
     "eval_tokens": 32, "log_interval": 3, "sample_tokens": 5, "schedule": "wsd", "cooldown_from": "none.pt", "keep_interval": 1, "tensorboard": True,
     "parallel": "fsdp", "cooldown_iters": 1, "aux_router_lr_scale": 10.0, "router_bias_rate": 0.0, "capacity_warmup_iters": 9}
 BESIDE = {"cooldown_iters": {"schedule": "wsd", "max_iters": 20}, "aux_router_lr_scale": {"router": "expert", "aux_router": True, "eval_tokens": 1024},
-          "router_bias_rate": {"router": "token", "update": "replace", "router_balance": "bias"},
+          "router_bias_rate": {"router": "token", "update": "replace", "router_balance": "bias", "depth_sampling": "fixed"},
           "capacity_warmup_iters": {"router": "expert"}}                    # settings without which a key can do nothing
 THE_SAME_BY_DESIGN = {"checkpoint_activations", "fused_loss"}               # memory alone: their tests are below and in test_model.py
 
