@@ -1584,7 +1584,7 @@ def describe(cfg):
     caches = [c for c in FOLDS if c == "full" or cfg.compressible and R > 1]
     sizes = [f"{c}: {cfg.kv_bytes(S, 1, torch.bfloat16, c) / 2**20:,.1f}" for c in caches]
     lines += [f"cache MiB   {'   '.join(sizes)}   (one row of {S} tokens, bfloat16)", "", "one forward, 2 rows of 8 tokens"]
-    static = replace(cfg, router="none", router_score=None) if cfg.router == "token" else cfg       # who continues is data, and here is none
+    static = replace(cfg, router="none", router_score=None, router_balance="loss") if cfg.router == "token" else cfg       # who continues is data, and here is none
     with torch.device("meta"):
         model, ids_BT = GPT(static).eval(), torch.zeros(2, min(8, S), dtype=torch.long)
         shapes = []

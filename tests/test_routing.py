@@ -18,7 +18,7 @@ from toy import make_config, make_data, refusal
 import eval as evaluation
 import sample
 import train
-from model import GPT, NoCache, Silence, compact, make_cache, stream, topk
+from model import GPT, NoCache, Silence, compact, describe, make_cache, stream, topk
 
 LAYOUT = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, router_alpha=0.7)          # alpha: large enough that a wrong merge shows
 CHOICES = dict(router=("expert", "token"), router_kind=("linear", "mlp"), update=("replace", "inject", "gate"), block=("gpt2", "llama"), kv=("own", "share"))
@@ -417,3 +417,8 @@ def test_steps_taken_are_told_for_every_token_that_is_read():
     assert taken[1][:24] == [None] * 24 and None not in taken[1][24:] + taken[0]      # a row over block_size keeps its newest half: 16 of 40
     ids = prompts[0] + [next_B[0] for next_B in tokens]
     assert taken[0][:5] == model(torch.tensor([ids[:5]])).depth_BT[0].tolist()
+
+
+@pytest.mark.parametrize("keys", OPTIONS, ids=name)
+def test_the_page_of_every_option_is_written(keys):
+    assert "tokens take step 0" in describe(routed(keys))
