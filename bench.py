@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -417,7 +417,7 @@ def decode_step(model, script, rule, s, device, autocast):
 
 def core_pass(cfg, n_rows, s, device, autocast):
     """The core alone, without a router, at one token in each of n_rows rows, in the middle of the text that is written."""
-    model = GPT(replace(cfg, **{f.name: f.default for f in fields(cfg) if "router" in f.name or f.name == "capacity"})).to(device).eval()
+    model = GPT(cfg.unrouted()).to(device).eval()
     ids_BT = torch.randint(cfg.vocab_size, (n_rows, s.prompt_tokens + s.new_tokens // 2), device=device)
 
     @torch.inference_mode()

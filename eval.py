@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import FORMS, GPT, NO_CACHES, Silence, at_least_fp32, fold_in, generator, topk
+from model import FORMS, GPT, NO_CACHES, Silence, at_least_fp32, fold_in, generator, steps_taken, topk
 from sample import load_run, newest_run
 from train import (RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, max_vio,
                    pick_device, write_whole)
@@ -210,9 +210,9 @@ def measure_loss(run):
     """(numbers for the record, nats of each window, counts): the whole split once, at full depth."""
     depths = [run.model.cfg.n_recur]
     (nats,), counts = window_nats(run, whole_split(run.split), depths)
-    mean = nats.sum() / counts.sum()
-    numbers = {"tokens": int(counts.sum()), "windows": len(counts), "block_size": run.split.width - 1, "nats_per_token": mean,
-               "interval": interval(bootstrap(nats, counts)), "bits_per_byte": mean * run.bits,
+    loss = loss_of(nats, counts)
+    mean = loss["nats_per_token"]
+    numbers = {"tokens": int(counts.sum()), "windows": len(counts), "block_size": run.split.width - 1, **loss, "bits_per_byte": mean * run.bits,
                "perplexity": math.inf if mean > 700 else math.exp(mean)}
     if run.model.cfg.router == "expert":
         (topk_nats,), _ = window_nats(run, whole_split(run.split), depths, "topk")
@@ -251,12 +251,10 @@ def difference(run, nats, counts, other, other_nats, other_counts):
     """other minus run at full depth: over the same windows in nats per token, else in bits per byte, each with its own draws."""
     why = why_unpaired(run, other)
     if not why:
-        unit, value = "nats/token", (other_nats - nats).sum() / counts.sum()
-        means = bootstrap(other_nats - nats, counts)
-    else:
-        unit, value = "bits/byte", other_nats.sum() / other_counts.sum() * other.bits - nats.sum() / counts.sum() * run.bits
-        means = bootstrap(other_nats, other_counts, seed=1) * other.bits - bootstrap(nats, counts) * run.bits
-    return {"unit": unit, "value": value, "interval": interval(means), "paired": not why, "why": why}
+        return {"unit": "nats/token", **paired(other_nats, nats, counts), "paired": True, "why": ""}
+    value = other_nats.sum() / other_counts.sum() * other.bits - nats.sum() / counts.sum() * run.bits
+    means = bootstrap(other_nats, other_counts, seed=1) * other.bits - bootstrap(nats, counts) * run.bits
+    return {"unit": "bits/byte", "value": value, "interval": interval(means), "paired": False, "why": why}
 
 
 def show_interval(pair, form):
@@ -464,7 +462,7 @@ def routed_pass(model, ids_BT, choose, threshold):
     with RouterWatch(model) as watch:
         h_BTD, e_BTD, outer = model.start(ids_BT, cache, threshold=threshold)
         h_BTD, who = model.recursion(h_BTD, e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache)
-    depth_BT = who.depth[..., 0] if torch.is_tensor(who.depth) else torch.full_like(ids_BT, who.depth)
+    depth_BT = steps_taken(who, ids_BT)
     return model.finish(h_BTD, outer, cache), depth_BT, watch.asked(depth_BT)
 
 

@@ -195,9 +195,14 @@ class GPTConfig:
     sharing_name = property(lambda self: self.sharing or ("middle_cycle" if self.n_prelude or self.n_coda else "cycle"))
     sharing_rule = property(lambda self: SHARINGS[self.sharing_name])
     any_depth = property(lambda self: self.sharing_rule.any_depth)
+    score_name = property(lambda self: self.router_score or {"expert": "sigmoid", "token": "softmax"}.get(self.router))
     router_weight = property(lambda self: {"expert": 0.016, "token": 0.1}.get(self.router, 0.0) if self.router_loss is None else self.router_loss)
     z_weight = property(lambda self: {"token": 1e-5}.get(self.router, 0.0) if self.router_z_loss is None else self.router_z_loss)
     capacities = property(lambda self: self.capacity or [(self.n_recur - step) / self.n_recur for step in range(self.n_recur)])
+
+    def unrouted(self):
+        """The same model without a router: every token takes every step."""
+        return replace(self, **{f.name: f.default for f in fields(self) if "router" in f.name or f.name == "capacity"})
 
     @property
     def ffn_width(self):
@@ -729,9 +734,15 @@ def n_slots(cfg, depth):
     return len({SLOTS[cfg.kv](cfg, step, j) for step in range(depth) for j in range(cfg.n_core)})
 
 
+def n_chosen(share, n_tokens, whole=int):
+    """How many of n_tokens a capacity lets in: never fewer than one. Truncated; the FLOPs of the MoR paper round."""
+    return max(1, whole(share * n_tokens))
+
+
 def slot_places(cfg, slot, n_tokens):
     """Places per row of a slot for n_tokens: as many as the step's capacity lets in."""
-    return n_tokens if cfg.router == "none" or cfg.kv == "share" else max(1, int(cfg.capacities[slot // cfg.n_core] * n_tokens))
+    return n_tokens if cfg.router == "none" or cfg.kv == "share" else n_chosen(cfg.capacities[slot // cfg.n_core], n_tokens)
+
 
 
 def block_table(cfg, depth=None):
@@ -919,7 +930,7 @@ class Expert(NoRouter):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.cfg, self.extra, self.score = cfg, 0.0, SCORES[cfg.router_score or "sigmoid"]
+        self.cfg, self.extra, self.score = cfg, 0.0, SCORES[cfg.score_name]
         whole = cfg.update == "gate" or cfg.router_score == "add"
         self.alpha = (1.0 if whole else 0.1) if cfg.router_alpha is None else cfg.router_alpha
         self.blend = {"gate": lambda h, y, s, write: h + s * (write(h, y) - h)}.get(cfg.update, lambda h, y, s, write: h + s * y)
@@ -958,7 +969,7 @@ class Expert(NoRouter):
             return who
         by_AC, judge_AC = self.judge(self, logit_AC1[..., 0], x_ACD, who, step)
         decided_AC = judge_AC >= who.threshold
-        chosen_AC, picked = who.choose(by_AC, decided_AC, min(by_AC.size(1), max(1, int(share * T))), who.real_AC)
+        chosen_AC, picked = who.choose(by_AC, decided_AC, min(by_AC.size(1), n_chosen(share, T)), who.real_AC)
         if self.training:
             aux = F.binary_cross_entropy_with_logits(judge_AC, chosen_AC.to(judge_AC.dtype))                     # [MoR, aux loss]
             who = who.add("router", self.cfg.router_weight, aux).add("router_z", self.cfg.z_weight, z_loss(logit_AC1))
@@ -974,7 +985,7 @@ class Token(NoRouter):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.cfg, self.score = cfg, SCORES[cfg.router_score or "softmax"]
+        self.cfg, self.score = cfg, SCORES[cfg.score_name]
         self.alpha, self.unit = 1.0 if cfg.router_alpha is None else cfg.router_alpha, RouterUnit(cfg, cfg.n_recur)
         self.biased = cfg.router_balance == "bias"            # else the bias stays 0, and the balancing loss has a weight
         self.balance_weight = 0.0 if self.biased else cfg.router_weight
@@ -1497,7 +1508,7 @@ def step_shares(cfg, seq_len, whole):
     """Share of all tokens that takes each step: what the capacities choose (token-choice: as if balanced)."""
     if cfg.router == "none":
         return lambda step: 1.0
-    return lambda step: 1.0 if cfg.capacities[step] >= 1 else max(1, whole(cfg.capacities[step] * seq_len)) / seq_len
+    return lambda step: n_chosen(cfg.capacities[step], seq_len, whole) / seq_len
 
 
 def over_steps(depth, of):
@@ -1584,7 +1595,7 @@ def describe(cfg):
     caches = [c for c in FOLDS if c == "full" or cfg.compressible and R > 1]
     sizes = [f"{c}: {cfg.kv_bytes(S, 1, torch.bfloat16, c) / 2**20:,.1f}" for c in caches]
     lines += [f"cache MiB   {'   '.join(sizes)}   (one row of {S} tokens, bfloat16)", "", "one forward, 2 rows of 8 tokens"]
-    static = replace(cfg, router="none", router_score=None, router_balance="loss") if cfg.router == "token" else cfg       # who continues is data, and here is none
+    static = cfg.unrouted() if cfg.router == "token" else cfg                    # who continues is data, and here is none
     with torch.device("meta"):
         model, ids_BT = GPT(static).eval(), torch.zeros(2, min(8, S), dtype=torch.long)
         shapes = []

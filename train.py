@@ -878,7 +878,7 @@ def router_lines(cfg, s):
     """Of the start page: who decides, how many go on, whose K/V they see, and what the router's own losses weigh."""
     if cfg.router == "none":
         return []
-    score = f"{cfg.router_kind} router, score {cfg.router_score or {'expert': 'sigmoid', 'token': 'softmax'}[cfg.router]}"
+    score = f"{cfg.router_kind} router, score {cfg.score_name}"
     if cfg.router == "expert":
         warm = f", falling from 1 over {s.capacity_warmup_iters} steps" if s.capacity_warmup_iters else ""
         how = (f"expert-choice: {score}, capacities {' '.join(f'{share:.3g}' for share in cfg.capacities)}{warm}; outside training "

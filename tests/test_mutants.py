@@ -187,8 +187,8 @@ MUTANTS = {
 
     # ---- routers
     "capacities are of those who are left": (
-        "int(share * T)",
-        "int(share * by_AC.size(1))",
+        "n_chosen(share, T)",
+        "n_chosen(share, by_AC.size(1))",
         "test_routing::test_training_takes_the_capacities_of_the_full_length_each_set_inside_the_last"),
     "the chosen are not put in order": (
         ".indices[:, :k].sort(1).values",
