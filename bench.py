@@ -236,7 +236,7 @@ def train_step(make, cfg, depth, s, device, autocast, compiled):
         optimizer.zero_grad(set_to_none=True)
 
     held = lambda: [*model.parameters(), *model.buffers(), *ids, *tree_leaves(list(optimizer.state.values()))]
-    return Run(step, 3 * tokens * cfg.flops_per_token(T, depth=depth), tokens, {"setup_seconds": setup, "tokens_per_update": tokens}, held)
+    return Run(step, 3 * tokens * cfg.train_flops_per_token(T, depth), tokens, {"setup_seconds": setup, "tokens_per_update": tokens}, held)
 
 
 def train(all_settings, cfgs, device, dtype, autocast):

@@ -309,8 +309,8 @@ def common_unit(runs):
 
 def training_at(cfg, depth):
     """What training knew of a depth. A model does best where it was trained; elsewhere expect worse."""
-    low = cfg.min_depth if cfg.depth_sampling == "uniform" else cfg.n_recur
-    return "full depth" if depth == cfg.n_recur else "trained" if low <= depth < cfg.n_recur else "never trained"
+    low, high = cfg.trained_depths
+    return "full depth" if depth == cfg.n_recur else "trained" if low <= depth <= high else "never trained"
 
 
 def report_depth(runs, s):

@@ -235,11 +235,18 @@ class GPTConfig:
     score_name = property(lambda self: self.router_score or {"expert": "sigmoid", "token": "softmax"}.get(self.router))
     first_std = property(lambda self: self.state_std or 0.02 * (2 if self.block == "gpt2" else 1) ** 0.5)        # of one table, or of two
     poisson_rate = property(lambda self: self.n_recur - 1 if self.poisson_mean is None else self.poisson_mean)
+    mean_depth = property(lambda self: {"uniform": (self.min_depth + self.n_recur) / 2, "poisson": self.poisson_rate + 1}.get(self.depth_sampling, self.n_recur))
     random = property(lambda self: self.state_noise > 0 or self.gate_noise > 0 or self.state_init == "random")      # a training step's arithmetic
     own_steps = property(lambda self: (self.router != "none") * "a router" or (self.lora_rank > 0) * "low-rank additions")
     router_weight = property(lambda self: {"expert": 0.016, "token": 0.1}.get(self.router, 0.0) if self.router_loss is None else self.router_loss)
     z_weight = property(lambda self: {"token": 1e-5}.get(self.router, 0.0) if self.router_z_loss is None else self.router_z_loss)
     capacities = property(lambda self: self.capacity or [(self.n_recur - step) / self.n_recur for step in range(self.n_recur)])
+
+    @property
+    def trained_depths(self):
+        """(least, most) that training knows: a poisson draw has no end."""
+        least = self.min_depth if self.depth_sampling == "uniform" else 1 if "poisson" in self.depth_sampling or self.loss == "every" else self.n_recur
+        return least, math.inf if self.depth_sampling == "poisson" else self.n_recur
 
     def unrouted(self):
         """The same model without a router: every token takes every step."""
@@ -270,6 +277,13 @@ class GPTConfig:
         depth = self.n_recur if depth is None else depth
         score = 0 if exit is None else depth * EXITS[exit].flops(self) + (depth - 1) * self.n_coda * block_flops(self, seq_len / 2)
         return FLOPS[convention](self, seq_len, depth) + score
+
+    def train_flops_per_token(self, seq_len, depth=None):
+        """Exact FLOPs of a training micro-batch's forward pass per token at `depth` (None: the mean of what is drawn): as
+        flops_per_token, and with loss="every" coda, head and exit gate at every step."""
+        depth = self.mean_depth if depth is None else depth
+        more = 2 * self.n_embd * depth + (depth - 1) * (self.n_coda * block_flops(self, seq_len / 2) + 2 * self.vocab_size * self.n_embd)
+        return self.flops_per_token(seq_len, depth=depth) + (more if self.loss == "every" else 0)
 
     def kv_bytes(self, seq_len, batch_size, dtype, cache="full", depth=None, exit=None):
         """Bytes of K and V for `batch_size` rows of `seq_len` tokens; prelude, coda (with an exit rule of every step) and scratch
@@ -1595,14 +1609,14 @@ class AtEvery(AtEnd):
         super().__init__(model, outer, cache)
         again = len(model.coda) and torch.is_grad_enabled()
         self.finish = functools.partial(checkpoint, model.finish, use_reentrant=False) if again else model.finish
-        self.x = []
+        self.x = {}
 
     def look(self, h_BTD, who, step):
-        self.x.append(self.finish(h_BTD, self.outer, self.cache.coda_seat))
+        self.x[step] = self.finish(h_BTD, self.outer, self.cache.coda_seat)     # by step: one that is computed again overwrites
         return who
 
     def features(self, h_BTD):
-        return torch.stack(self.x or [super().features(h_BTD)])
+        return torch.stack(list(self.x.values()) or [super().features(h_BTD)])
 
 
 class Exit(AtEnd):

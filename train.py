@@ -369,14 +369,14 @@ def want_compile(choice, device):
         return False
 
 
-def count_depths(depth_BT, n_recur):
-    """How many tokens took 0, 1 ... n_recur steps, without waiting for the device."""
-    depth_N = depth_BT.flatten()
-    return torch.zeros(n_recur + 1, dtype=torch.long, device=depth_N.device).index_add_(0, depth_N, torch.ones_like(depth_N))
+def count_depths(depth_BT, most):
+    """How many tokens took 0, 1 ... `most` steps (more count as that), without waiting for the device."""
+    depth_N = depth_BT.flatten().clamp(max=most)
+    return torch.zeros(most + 1, dtype=torch.long, device=depth_N.device).index_add_(0, depth_N, torch.ones_like(depth_N))
 
 
-def step_gradients(net, batches, seeds, autocast, world=ALONE, n_recur=None):
-    """Accumulate the gradient of one optimizer step; returns (mean loss, how many tokens of all processes took 0 .. n_recur
+def step_gradients(net, batches, seeds, autocast, world=ALONE, most=None):
+    """Accumulate the gradient of one optimizer step; returns (mean loss, how many tokens of all processes took 0 .. `most`
     steps; None: not counted). Each micro-batch weighs as much as the targets that count in it, so the update does not
     depend on how a batch is cut, into micro-batches or over processes."""
     counts = [(targets_BT != -100).sum() for _, targets_BT in batches]          # tensors: no waiting for the device here
@@ -389,8 +389,8 @@ def step_gradients(net, batches, seeds, autocast, world=ALONE, n_recur=None):
             out = net(ids_BT, targets_BT, seed=seed)
         (out.loss * (count / total * world.size)).backward()  # the exchange takes the mean over processes
         loss = loss + out.loss.detach() * (count / total)
-        load = load if n_recur is None else load + count_depths(out.depth_BT, n_recur)
-    return world.sum(loss), None if n_recur is None else world.sum(load)
+        load = load if most is None else load + count_depths(out.depth_BT, most)
+    return world.sum(loss), None if most is None else world.sum(load)
 
 
 def clip_gradients(model, grad_clip):
@@ -825,8 +825,7 @@ def human(seconds):
 def estimate_seconds(model, settings, device, autocast, first_step, n_processes=1, compiled=False):
     """Time for the rest of the run, from a timed forward and backward of a few rows, scaled by counted FLOPs."""
     cfg, T = model.cfg, model.cfg.block_size
-    flops = lambda depth: cfg.flops_per_token(T, depth=depth)
-    trained_depth = (cfg.min_depth + cfg.n_recur) / 2 if cfg.depth_sampling == "uniform" else cfg.n_recur
+    flops, train_flops = lambda depth: cfg.flops_per_token(T, depth=depth), lambda depth: cfg.train_flops_per_token(T, depth)
     whole = settings.batch_size * T                           # compiled code is made once, for the shape of training
     tokens = whole if compiled else int(min(whole, max(64, 1e11 / flops(cfg.n_recur))))
     B, T_timed = max(1, tokens // T), min(T, tokens)
@@ -839,9 +838,9 @@ def estimate_seconds(model, settings, device, autocast, first_step, n_processes=
         model.zero_grad(set_to_none=True)
         loss.item()                                           # waits for the device
         seconds = time.perf_counter() - start
-    per_token = seconds / ids_BT.numel() / flops(cfg.n_recur)
+    per_token = seconds / ids_BT.numel() / train_flops(cfg.n_recur)
     steps = max(0, settings.max_iters - first_step)
-    trained = steps * settings.batch_size * settings.gradient_accumulation_steps * T * flops(trained_depth) / n_processes
+    trained = steps * settings.batch_size * settings.gradient_accumulation_steps * T * train_flops(None) / n_processes
     n_evals = 1 + (steps // settings.eval_interval if settings.eval_interval > 0 else 0)
     passes = eval_depths(cfg) + [cfg.n_recur] * (cfg.router == "expert")         # once more with top-k
     evaluated = n_evals * settings.eval_tokens * sum(map(flops, passes)) / 3 / n_processes
@@ -864,14 +863,20 @@ def start_page(settings, cfg, meta, folder, device, dtype, compiled, world):
               f"model      {cfg.layout} {cfg.block}{gate}: {cfg.n_params():,} unique parameters, {cfg.executed_blocks()} blocks "
               f"executed from {cfg.n_prelude + cfg.n_core + cfg.n_coda}",
               *router_lines(cfg, settings),
-              f"depth      training {cfg.depth_sampling}" + (f" {cfg.min_depth}..{cfg.n_recur}" if cfg.depth_sampling == "uniform" else f" {cfg.n_recur}")
-              + f", evaluation {', '.join(map(str, eval_depths(cfg)))}",
+              f"depth      training {depth_words(cfg)}, evaluation {', '.join(map(str, eval_depths(cfg)))}",
               f"step       {B} rows x {T} tokens x {A} accumulation = {B * T * A:,} tokens; {settings.max_iters:,} steps = "
               f"{B * T * A * settings.max_iters / 1e6:,.2f}M tokens" + several,
               f"machine    {device} {dtype}{' compiled' if compiled else ''}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"Python {platform.python_version()}, commit {commit()}",
               f"folder     {folder}"]
     return "\n".join(lines + [f"note: {sentence}" for sentence in cfg.unused() + unused(settings, meta, world)])
+
+
+def depth_words(cfg):
+    """How deep training goes, and what it supervises and learns from, in words."""
+    drawn = {"uniform": f"uniform {cfg.min_depth}..{cfg.n_recur}", "poisson": f"poisson, {cfg.mean_depth:g} on average"}
+    return (drawn.get(cfg.depth_sampling, f"fixed {cfg.n_recur}") + (f", gradients through the last {cfg.bptt}" if cfg.bptt else "")
+            + ", every step supervised" * (cfg.loss == "every"))
 
 
 def router_lines(cfg, s):
@@ -1043,7 +1048,8 @@ class Run:
         data_seeds = [fold_in(s.seed, "data", step, i * world.size + world.rank) for i in micro]
         batches = [get_batch(self.train_split, s.batch_size, seed, self.device) for seed in data_seeds]
         seeds = [(fold_in(s.seed, "shared", step, i), fold_in(s.seed, "own", step, i, world.rank)) for i in micro]
-        loss, load = step_gradients(self.net, batches, seeds, self.autocast, world, self.model.cfg.n_recur)
+        most = math.ceil(self.model.cfg.mean_depth * (16 if self.model.cfg.depth_sampling == "poisson" else 1))
+        loss, load = step_gradients(self.net, batches, seeds, self.autocast, world, max(most, self.model.cfg.n_recur))
         norm = clip_gradients(self.model, s.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
