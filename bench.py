@@ -532,7 +532,7 @@ OURS = {"n_params": lambda cfg, row: cfg.n_params(), "n_params_without_tables": 
         "flops_paper": lambda cfg, row: cfg.flops_per_token(cfg.block_size, "paper"),
         "flops_grt_per_block": lambda cfg, row: cfg.flops_per_token(cfg.block_size, "grt") / cfg.executed_blocks(),
         "kv+weights GiB": lambda cfg, row: 2 * cfg.n_params() + cfg.kv_bytes(row["seq_len"], row["batch_size"], torch.bfloat16, row["cache"])}
-UNITS = {"parameters": 1, "M": 1e6, "MFLOP": 1e6, "B": 1e9, "GiB": 2**30}
+UNITS = {"parameters": 1, "steps": 1, "%": 1e-2, "M": 1e6, "MFLOP": 1e6, "B": 1e9, "1e18 FLOP": 1e18, "GiB": 2**30}
 
 
 def published_rows(number=float):
@@ -545,9 +545,9 @@ def file_of(name):
     return HERE / "config" / f"{name}.py"
 
 
-def system_of(name, overrides=()):
-    """The settings that a row speaks of: a config with the flags that make another system of it."""
-    return config.parse([str(file_of(name)), *overrides], [GPTConfig, TrainConfig], "")
+def system_of(row):
+    """The settings that a row speaks of: its config with the flags that make another system of it."""
+    return config.parse([str(file_of(row["config"])), *row.get("overrides", [])], [GPTConfig, TrainConfig], "")
 
 
 def count(cfg, s):
@@ -587,7 +587,7 @@ def compare_published(all_settings, cfgs):
     for row in published_rows():
         for name, cfg in cfgs.items():
             if row["config"] and row["value"] is not None and file_of(row["config"]) == Path(all_settings[name].files[-1]).resolve():
-                theirs = system_of(row["config"], tuple(row.get("overrides", [])))
+                theirs = system_of(row)
                 if theirs.build(GPTConfig, vocab_size=cfg.vocab_size) == cfg:
                     at = theirs.build(GPTConfig, vocab_size=row.get("vocab_size", cfg.vocab_size))
                     mine = OURS[row["ours"]](at, row) / UNITS[row["unit"]] if row["ours"] in OURS else None
@@ -615,8 +615,8 @@ BUDGET = 16.5e18                              # FLOPs of the forward passes of o
 OF_RECIPE = {"steps_paper": lambda s, cfg, row: BUDGET / (cfg.flops_per_token(cfg.block_size, "paper") * tokens_per_step(s)),
              "training_flops_paper": lambda s, cfg, row: cfg.flops_per_token(cfg.block_size, "paper") * tokens_per_step(s) * s.max_iters,
              "tokens": lambda s, cfg, row: tokens_per_step(s) * s.max_iters,
-             "flops_grt_over": lambda s, cfg, row: grt_flops_of(cfg) / grt_flops_of(system_of(row["against"]).build(GPTConfig, vocab_size=1)) - 1}
-MORE_UNITS = UNITS | {"1e18 FLOP": 1e18, "%": 1e-2, "steps": 1}
+             "flops_grt_over": lambda s, cfg, row: grt_flops_of(cfg) / grt_flops_of(system_of({"config": row["against"]}).build(GPTConfig, vocab_size=1)) - 1}
+count_once = functools.cache(GPTConfig.n_params)                               # a model stands in several tables
 grt_flops_of = lambda cfg: cfg.flops_per_token(cfg.block_size, "grt")  # noqa: E731
 # What a row's command is, by how its setting begins; else a training run.
 COMMANDS = {"decode memory": "python bench.py counts {}", "dynamics": "python train.py {} && python eval.py depth --out_dir=out/grt_large",
@@ -636,9 +636,9 @@ OPENING = """# The papers' tables, row by row
 
 Made by `python bench.py table` from the configs and config/published.json; a test makes it again and compares. A command trains the row's
 model (give it an --out_dir, and --dataset); where the paper measured, it measures. Parameters, and FLOPs of one forward pass per token at
-the config's context, are computed here at the paper's vocabulary: MoR 49,152, GRT 50,304. *agrees* compares, at the
-digits that were printed, what follows from a config alone; a loss, an accuracy or a time only a run can tell (n.a.). *Not at hand*: the paper
-has such a row, and its number could not be read for this table.
+the config's context, are computed here at the paper's vocabulary: MoR 49,152, GRT 50,304. *agrees* compares, at the digits that were printed,
+what follows from a config alone; a loss, an accuracy or a time only a run can tell (n.a.). *Not at hand*: the paper has such a row, and its
+number could not be read for this table. What a note calls ours the paper does not say.
 """
 
 
@@ -668,12 +668,13 @@ def command_of(row):
 
 
 def judge(row, s, vocab_size):
-    """One published number beside ours: (its words, True, False or None, the verdict's words)."""
-    said = f"{row['quantity']} " + ("not at hand" if row["value"] is None else f"{row['value']} {row['unit']}")
+    """One published number beside ours: (its words, whether the two agree, None where nothing can be counted, and that in words)."""
+    unit = "" if row["unit"] in ("1", "parameters", "steps") else f" {row['unit']}"
+    said = f"{row['quantity']} " + ("not at hand" if row["value"] is None else f"{row['value']}{unit}")
     if not row["ours"]:
         return said, None, ""
     cfg = s.build(GPTConfig, vocab_size=row.get("vocab_size", vocab_size))
-    number = (OURS[row["ours"]](cfg, row) if row["ours"] in OURS else OF_RECIPE[row["ours"]](s, cfg, row)) / MORE_UNITS[row["unit"]]
+    number = (OURS[row["ours"]](cfg, row) if row["ours"] in OURS else OF_RECIPE[row["ours"]](s, cfg, row)) / UNITS[row["unit"]]
     holds = agrees(number, row["value"])
     return said, holds, f"{row['quantity']}: {'yes' if holds else f'no, {number:,.7g} here'}"
 
@@ -681,8 +682,7 @@ def judge(row, s, vocab_size):
 def system_line(rows):
     """(the cells of one system of a table, the verdict on each of its numbers)."""
     row, (_, convention, vocab_size) = rows[0], PAPERS[rows[0]["paper"]]
-    s = system_of(row["config"], tuple(row.get("overrides", []))) if row["config"] else None
-    counted = ["", "", "", "", ""]
+    s, counted = row["config"] and system_of(row), ["", "", "", "", ""]
     if s:
         cfg = s.build(GPTConfig, vocab_size=vocab_size)
         flops = [cfg.flops_per_token(cfg.block_size, name) / 1e6 for name in ("exact", convention)]
@@ -692,9 +692,6 @@ def system_line(rows):
     return [row["system"], command_of(row), *counted, "; ".join(said), "; ".join(filter(None, words)) or "n.a.", "; ".join(notes)], verdicts
 
 
-count_once = functools.cache(GPTConfig.n_params)                               # a model stands in several tables
-
-
 def markdown(cells):
     head, *lines = (f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in cells)
     return "\n".join([head, "|" + "---|" * len(cells[0]), *lines]) + "\n"
@@ -702,9 +699,8 @@ def markdown(cells):
 
 def property_lines(rows):
     """Which system has what, read off the configs of one table, and of ours that has a router and a gate."""
-    systems = {row["system"]: row["config"] and system_of(row["config"], tuple(row.get("overrides", []))) for row in rows}
-    systems["GRT with a router (ours)"] = system_of("grt_mor_tiny")
-    cfgs = {name: s.build(GPTConfig, vocab_size=50304) for name, s in systems.items()}
+    systems = {row["system"]: row for row in rows} | {"GRT with a router (ours)": {"config": "grt_mor_tiny"}}
+    cfgs = {name: system_of(row).build(GPTConfig, vocab_size=50304) for name, row in systems.items()}
     return [["", *cfgs], *([name, *("yes" if has(cfg) else "no" for cfg in cfgs.values())] for name, has in PROPERTIES.items())]
 
 
@@ -723,8 +719,8 @@ def published_table():
                 tally["not at hand" if row["value"] is None else {True: "agree", False: "do not agree", None: "only a run can tell"}[holds]] += 1
         tally["tables"], tally["rows"] = tally["tables"] + 1, tally["rows"] + len(systems)
         parts.append(f"## {PAPERS[paper][0]}: {setting}\n\n{markdown(lines)}")
-    small = [row for rows in tables["GRT", "isoFLOP, Small"].values() for row in rows[:1]]
-    parts.append("## Gated Recurrent Transformers: design properties\n\nRead off the configs of the isoFLOP table at Small.\n\n" + markdown(property_lines(small)))
+    small = [rows[0] for rows in tables["GRT", "isoFLOP, Small"].values()]
+    parts.append(f"## {PAPERS['GRT'][0]}: design properties\n\nRead off the configs of the isoFLOP table at Small.\n\n{markdown(property_lines(small))}")
     return "\n".join([OPENING, said_of(tally) + "\n", *parts]), tally
 
 

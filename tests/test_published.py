@@ -434,7 +434,7 @@ def test_an_edit_of_either_side_shows_in_the_table(few, monkeypatch):
     assert "parameters 63.61 M" in after and (now["agree"], now["do not agree"]) == (tally["agree"] + 1, tally["do not agree"] - 1)
     row["value"], known = Decimal(35), bench.system_of
     assert make()[0] == before
-    monkeypatch.setattr(bench, "system_of", lambda name, overrides=(): known(name, (*overrides, *["--n_ffn=3000"] * (name == "grt_small"))))
+    monkeypatch.setattr(bench, "system_of", lambda row: known(dict(row, overrides=["--n_ffn=3000"]) if row["config"] == "grt_small" else row))
     (says, line), (said, old) = zip(*((new, old) for new, old in zip(make()[0].splitlines(), before.splitlines()) if new != old))
     assert says.startswith("2 tables") and line.startswith("| GRT | `python train.py config/grt_small.py`") and "63,611,904" in old and "63,611,904" not in line
 
@@ -458,7 +458,6 @@ def test_the_tables_have_every_row_of_both_papers(page):
 @pytest.mark.slow
 def test_every_command_in_the_table_makes_the_model_of_its_row(page, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(evaluation, "main", None)
     commands = [(line, words) for lines in tables_in(page).values() for line in lines for words in re.findall("`([^`]+)`", line.get("command", ""))]
     assert len(commands) > 150 and {line["command"] for lines in tables_in(page).values() for line in lines if "`" not in line.get("command", "`")} == {
         "none: this model is not here"}
@@ -488,11 +487,13 @@ def test_the_table_of_properties_is_read_off_the_configs():
     assert [name for name in names if grt[name]] == [
         "input read at every step", "gate", "noise in training", "random depth in training", "runs deeper than trained",
         "plain cache: all tokens at every step", "one K and V for all steps while decoding"]
-    for flags, lost in ((["--update=inject"], {"gate"}), (["--state_noise=0", "--gate_noise=0"], {"noise in training"}), (["--depth_sampling=fixed"], {"random depth in training"})):
-        assert {name for name in names if grt[name] and not of(overrides=flags)[name]} == lost
-    for flags, won in ((["--router=expert", "--depth_sampling=fixed"], {"depth of its own per token"}), (["--loss=every"], {"depth of its own per token", "every step supervised"}),
-                       (["--lora_rank=8"], {"weights change with the step"})):
-        assert {name for name in names if not grt[name] and of(overrides=flags)[name]} == won
+    changes = {("--update=inject",): "-gate", ("--state_noise=0", "--gate_noise=0"): "-noise in training", ("--depth_sampling=fixed",): "-random depth in training",
+               ("--loss=every", "--update=inject"): "+depth of its own per token, +every step supervised, -gate",
+               ("--lora_rank=8",): "+weights change with the step, -runs deeper than trained",
+               ("--router=expert",): "+depth of its own per token, -runs deeper than trained, -plain cache: all tokens at every step, -one K and V for all steps while decoding"}
+    for flags, wanted in changes.items():
+        now = of(overrides=list(flags))
+        assert {("+" if now[name] else "-") + name for name in names if now[name] != grt[name]} == set(wanted.split(", ")), flags
 
 
 def test_bench_writes_the_table_and_refuses_what_does_not_go_with_it(few, tmp_path, monkeypatch, capsys):
