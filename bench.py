@@ -7,6 +7,9 @@
     python bench.py generate config/grt_tiny.py --batch_size=4               # cached generation over uncached
     python bench.py decode config/bench/mor3_14.py --batch_size=1            # time per token against the steps that a router allows
 
+table reads no config file: it writes PUBLISHED.md, every row of the papers' tables as a command, with what is counted here and
+what was published. Nothing is run.
+
 Random weights, random tokens. A table and one JSON line, the last, go to stdout; progress goes to stderr. Measurements
 take turns in one process, so a machine that drifts drifts for all of them. Times are CPU time (CUDA: wall time). `ms` is
 the median repeat; ratios are medians of ratios to the first row within the same repeat. Building a model (`setup`) and
@@ -19,6 +22,7 @@ told its answer. Time per token is fitted to the steps taken, a + b x steps, and
 the same model without a router, at the same context. With several rows, whose tokens stop at different steps, a step
 counts as much as a pass of the core with as many rows costs: a row that has stopped is to cost nothing.
 """
+import functools
 import json
 import math
 import platform
@@ -27,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +72,7 @@ class BenchConfig:
     new_tokens: int = key(256, "generate, decode: tokens to write")
     cache: str = key("full", "generate: K/V kept of the looped core", choices=tuple(FOLDS))
     threads: int = key(1, "CPU threads")
+    to: str | None = key(None, "table: the file to write; None = PUBLISHED.md")
 
 
 class Run(NamedTuple):
@@ -526,7 +532,22 @@ OURS = {"n_params": lambda cfg, row: cfg.n_params(), "n_params_without_tables": 
         "flops_paper": lambda cfg, row: cfg.flops_per_token(cfg.block_size, "paper"),
         "flops_grt_per_block": lambda cfg, row: cfg.flops_per_token(cfg.block_size, "grt") / cfg.executed_blocks(),
         "kv+weights GiB": lambda cfg, row: 2 * cfg.n_params() + cfg.kv_bytes(row["seq_len"], row["batch_size"], torch.bfloat16, row["cache"])}
-UNITS = {"parameters": 1, "M": 1e6, "MFLOP": 1e6, "B": 1e9, "GiB": 2**30}
+UNITS = {"parameters": 1, "steps": 1, "%": 1e-2, "M": 1e6, "MFLOP": 1e6, "B": 1e9, "1e18 FLOP": 1e18, "GiB": 2**30}
+
+
+def published_rows(number=float):
+    """The rows of config/published.json. number: what a value with a point becomes; a Decimal keeps the digits that were printed."""
+    path = HERE / "config" / "published.json"
+    return json.loads(path.read_text("utf-8"), parse_float=number)["rows"] if path.is_file() else []
+
+
+def file_of(name):
+    return HERE / "config" / f"{name}.py"
+
+
+def system_of(row):
+    """The settings that a row speaks of: its config with the flags that make another system of it."""
+    return config.parse([str(file_of(row["config"])), *row.get("overrides", [])], [GPTConfig, TrainConfig], "")
 
 
 def count(cfg, s):
@@ -562,12 +583,11 @@ def counts(all_settings, cfgs):
 def compare_published(all_settings, cfgs):
     """What the papers printed about the models at hand, beside what is counted here. Prints and returns the rows.
     A row is about its config with its overrides: flags that make another model of the config have rows of their own, or none."""
-    path, found = HERE / "config" / "published.json", []
-    for row in json.loads(path.read_text("utf-8"))["rows"] if path.is_file() else []:
+    found = []
+    for row in published_rows():
         for name, cfg in cfgs.items():
-            file = (HERE / "config" / row["config"]).with_suffix(".py") if row["config"] else None
-            if file == Path(all_settings[name].files[-1]).resolve():
-                theirs = config.parse([str(file), *row.get("overrides", [])], [GPTConfig, TrainConfig], "")
+            if row["config"] and row["value"] is not None and file_of(row["config"]) == Path(all_settings[name].files[-1]).resolve():
+                theirs = system_of(row)
                 if theirs.build(GPTConfig, vocab_size=cfg.vocab_size) == cfg:
                     at = theirs.build(GPTConfig, vocab_size=row.get("vocab_size", cfg.vocab_size))
                     mine = OURS[row["ours"]](at, row) / UNITS[row["unit"]] if row["ours"] in OURS else None
@@ -586,10 +606,145 @@ def verdict(row):
     return f", counted {number}: {'agrees' if row['agrees'] else 'does not agree'}"
 
 
+# ----------------------------------------------------------------------------------------------------------------- table
+
+# A paper's name, its convention of FLOPs and its vocabulary.
+PAPERS = {"MoR": ("Mixture-of-Recursions", "paper", 49152), "GRT": ("Gated Recurrent Transformers", "grt", 50304), "Ouro": ("Ouro", "exact", 50304)}
+BUDGET = 16.5e18                              # FLOPs of the forward passes of one isoFLOP run  [MoR]
+# What a row's recipe gives beside its model: (settings, config, row) -> number.
+OF_RECIPE = {"steps_paper": lambda s, cfg, row: BUDGET / (cfg.flops_per_token(cfg.block_size, "paper") * tokens_per_step(s)),
+             "training_flops_paper": lambda s, cfg, row: cfg.flops_per_token(cfg.block_size, "paper") * tokens_per_step(s) * s.max_iters,
+             "tokens": lambda s, cfg, row: tokens_per_step(s) * s.max_iters,
+             "flops_grt_over": lambda s, cfg, row: grt_flops_of(cfg) / grt_flops_of(system_of({"config": row["against"]}).build(GPTConfig, vocab_size=1)) - 1}
+count_once = functools.cache(GPTConfig.n_params)                               # a model stands in several tables
+grt_flops_of = lambda cfg: cfg.flops_per_token(cfg.block_size, "grt")  # noqa: E731
+# What a row's command is, by how its setting begins; else a training run.
+COMMANDS = {"decode memory": "python bench.py counts {}", "dynamics": "python train.py {} && python eval.py depth --out_dir=out/grt_large",
+            "latency": "python bench.py generate {} --batch_size=4 --prompt_tokens=1024 --new_tokens=128 --block_size=1152 --vocab_size=50304"}
+PROPERTIES = {"depth of its own per token": lambda cfg: cfg.router != "none" or cfg.loss == "every",
+              "input read at every step": lambda cfg: cfg.update != "replace",
+              "gate": lambda cfg: cfg.update == "gate",
+              "noise in training": lambda cfg: cfg.state_noise > 0 or cfg.gate_noise > 0,
+              "random depth in training": lambda cfg: cfg.depth_sampling != "fixed",
+              "every step supervised": lambda cfg: cfg.loss == "every",
+              "weights change with the step": lambda cfg: cfg.lora_rank > 0 or not cfg.any_depth,
+              "runs deeper than trained": lambda cfg: cfg.n_recur > 1 and runs_at(cfg, cfg.n_recur + 1),
+              "plain cache: all tokens at every step": lambda cfg: cfg.router == "none",
+              "one K and V for all steps while decoding": lambda cfg: cfg.n_recur > 1 and cfg.compressible}
+COLUMNS = ("system", "command", "layout", "parameters", "tokens", "MFLOP per token, exact", "by the paper's formula", "published", "agrees", "note")
+OPENING = """# The papers' tables, row by row
+
+Made by `python bench.py table` from the configs and config/published.json; a test makes it again and compares. A command trains the row's
+model (give it an --out_dir, and --dataset); where the paper measured, it measures. Parameters, and FLOPs of one forward pass per token at
+the config's context, are computed here at the paper's vocabulary: MoR 49,152, GRT 50,304. *agrees* compares, at the digits that were printed,
+what follows from a config alone; a loss, an accuracy or a time only a run can tell (n.a.). *Not at hand*: the paper has such a row, and its
+number could not be read for this table. What a note calls ours the paper does not say.
+"""
+
+
+def tokens_per_step(s):
+    return s.batch_size * s.gradient_accumulation_steps * s.block_size
+
+
+def runs_at(cfg, depth):
+    with torch.device("meta"):
+        model = GPT(cfg)
+    try:
+        return model.check_depth(depth) == depth
+    except ValueError:
+        return False
+
+
+def agrees(number, value):
+    """Whether a number, rounded to as many digits as `value` was printed with, is `value`."""
+    return Decimal(number).quantize(Decimal(value)) == value
+
+
+def command_of(row):
+    if not row["config"]:
+        return "none: this model is not here"
+    words = next((line for start, line in COMMANDS.items() if row["setting"].startswith(start)), "python train.py {}")
+    return "`" + words.format(" ".join([f"config/{row['config']}.py", *row.get("overrides", [])])) + "`"
+
+
+def judge(row, s, vocab_size):
+    """One published number beside ours: (its words, whether the two agree, None where nothing can be counted, and that in words)."""
+    unit = "" if row["unit"] in ("1", "parameters", "steps") else f" {row['unit']}"
+    said = f"{row['quantity']} " + ("not at hand" if row["value"] is None else f"{row['value']}{unit}")
+    if not row["ours"]:
+        return said, None, ""
+    cfg = s.build(GPTConfig, vocab_size=row.get("vocab_size", vocab_size))
+    number = (OURS[row["ours"]](cfg, row) if row["ours"] in OURS else OF_RECIPE[row["ours"]](s, cfg, row)) / UNITS[row["unit"]]
+    holds = agrees(number, row["value"])
+    return said, holds, f"{row['quantity']}: {'yes' if holds else f'no, {number:,.7g} here'}"
+
+
+def system_line(rows):
+    """(the cells of one system of a table, the verdict on each of its numbers)."""
+    row, (_, convention, vocab_size) = rows[0], PAPERS[rows[0]["paper"]]
+    s, counted = row["config"] and system_of(row), ["", "", "", "", ""]
+    if s:
+        cfg = s.build(GPTConfig, vocab_size=vocab_size)
+        flops = [cfg.flops_per_token(cfg.block_size, name) / 1e6 for name in ("exact", convention)]
+        counted = [cfg.layout, f"{count_once(cfg):,}", f"{tokens_per_step(s) * s.max_iters / 1e9:.2f}B", *(f"{x:,.2f}" for x in flops)]
+    said, verdicts, words = zip(*(judge(row, s, vocab_size) for row in rows))
+    notes = dict.fromkeys(row["note"] for row in rows if row.get("note"))
+    return [row["system"], command_of(row), *counted, "; ".join(said), "; ".join(filter(None, words)) or "n.a.", "; ".join(notes)], verdicts
+
+
+def markdown(cells):
+    head, *lines = (f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in cells)
+    return "\n".join([head, "|" + "---|" * len(cells[0]), *lines]) + "\n"
+
+
+def property_lines(rows):
+    """Which system has what, read off the configs of one table, and of ours that has a router and a gate."""
+    systems = {row["system"]: row for row in rows} | {"GRT with a router (ours)": {"config": "grt_mor_tiny"}}
+    cfgs = {name: system_of(row).build(GPTConfig, vocab_size=50304) for name, row in systems.items()}
+    return [["", *cfgs], *([name, *("yes" if has(cfg) else "no" for cfg in cfgs.values())] for name, has in PROPERTIES.items())]
+
+
+def published_table():
+    """(the text of PUBLISHED.md, {what: how many})."""
+    tables, parts, tally = {}, [], dict.fromkeys(("tables", "rows", "agree", "do not agree", "only a run can tell", "not at hand"), 0)
+    for row in published_rows(Decimal):
+        system = row["system"], row["config"], tuple(row.get("overrides", []))
+        tables.setdefault((row["paper"], row["setting"]), {}).setdefault(system, []).append(row)
+    for (paper, setting), systems in tables.items():
+        lines = [COLUMNS]
+        for rows in systems.values():
+            cells, verdicts = system_line(rows)
+            lines.append(cells)
+            for row, holds in zip(rows, verdicts):
+                tally["not at hand" if row["value"] is None else {True: "agree", False: "do not agree", None: "only a run can tell"}[holds]] += 1
+        tally["tables"], tally["rows"] = tally["tables"] + 1, tally["rows"] + len(systems)
+        parts.append(f"## {PAPERS[paper][0]}: {setting}\n\n{markdown(lines)}")
+    small = [rows[0] for rows in tables["GRT", "isoFLOP, Small"].values()]
+    parts.append(f"## {PAPERS['GRT'][0]}: design properties\n\nRead off the configs of the isoFLOP table at Small.\n\n{markdown(property_lines(small))}")
+    return "\n".join([OPENING, said_of(tally) + "\n", *parts]), tally
+
+
+def said_of(tally):
+    tables, rows, *verdicts = (f"{n} {what}" for what, n in tally.items())
+    return f"{tables}, {rows}; of the numbers {', '.join(verdicts)}."
+
+
+def publish(all_settings, cfgs):
+    (s,) = all_settings.values()
+    text, tally = published_table()
+    path = Path(s.to or "PUBLISHED.md")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; give another file, --to=FILE")
+    print(f"table: {path}: {said_of(tally)}")
+    return tally
+
+
 # ------------------------------------------------------------------------------------------------------------------ main
 
 RATIOS = [("time", "time_ratio", ".3f", 1), ("FLOPs", "flops_ratio", ".3f", 1), ("time/FLOPs", "time_over_flops", ".3f", 1)]
-MODES = {"counts": counts, "train": train, "generate": generate, "decode": decode}
+MODES = {"table": publish, "counts": counts, "train": train, "generate": generate, "decode": decode}
 
 
 def table(rows, columns):
@@ -627,6 +782,13 @@ def settings_of(argv):
     s = config.parse(argv, schema, __doc__, words=words)
     if len(s.words) != 1 or s.words[0] not in MODES:
         raise UserError(f"bench.py takes one mode, {' or '.join(MODES)}, got {' '.join(s.words) or 'none'}")
+    if s.words == ["table"]:
+        given = s.files + [f"--{name}" for name, origin in s.origins.items() if origin == "command line" and name != "to"]
+        if given:
+            raise UserError(f"bench.py table takes its configs from config/published.json, and --to; leave out {' '.join(given)}")
+        return "table", {"table": s}
+    if s.to:
+        raise UserError(f"--to={s.to} goes with mode table; bench.py {s.words[0]} writes no file")
     if not s.files:
         raise UserError(f"bench.py {s.words[0]} needs config files, for example config/grt_tiny.py")
     flags, all_settings = [arg for arg in argv if arg not in s.files], {}
@@ -644,13 +806,13 @@ def main(argv):
     s = next(iter(all_settings.values()))
     if s.against and mode != "train":
         raise UserError(f"--against={s.against} goes with mode train; bench.py {mode} has no row for it")
-    vocab_size = 50304 if mode == "counts" else 320
+    vocab_size = 50304 if mode in ("table", "counts") else 320
     cfgs = {name: one.build(GPTConfig, vocab_size=one.vocab_size or vocab_size) for name, one in all_settings.items()}
     torch.set_num_threads(s.threads)
     torch.manual_seed(0)
     try:
-        if mode == "counts":
-            record = counts(all_settings, cfgs)
+        if mode in ("table", "counts"):
+            record = MODES[mode](all_settings, cfgs)
         else:
             device, dtype, autocast = pick_device(s)
             record = MODES[mode](all_settings, cfgs, device, dtype, autocast) | {"repeats": s.repeats, "device": str(device), "dtype": dtype}
