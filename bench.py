@@ -616,7 +616,8 @@ LADDER_KEYS = ("seeds", "jobs", "results", "threads")         # keys of this scr
 
 class Trial(NamedTuple):
     """One run of a ladder: a config at one seed."""
-    rung: str                             # the name of its row
+    ladder: str                           # the folder of the config
+    rung: str                             # its file
     argv: list                            # for train.py: config, flags, seed
     flags: list                           # those of them that stand in the record
     settings: config.Settings             # as train.py will read them
@@ -625,7 +626,7 @@ class Trial(NamedTuple):
 
     @property
     def name(self):
-        return f"{self.rung} seed {self.settings.seed}"
+        return f"{self.ladder}/{self.rung} seed {self.settings.seed}"
 
     @property
     def log(self):
@@ -633,25 +634,38 @@ class Trial(NamedTuple):
 
 
 def ladder(all_settings, cfgs):
-    """Train what is not recorded yet, then the table of all: markdown on stdout, a file of it, the record and a picture beside the runs."""
+    """Train what is not recorded yet; then a table for each ladder, that is, for each folder of configs."""
     s = next(iter(all_settings.values()))
     check_ladder(all_settings)
     results, root = Path(s.results or HERE / "config" / "ladder" / "results.jsonl"), Path(s.out_dir or "out/ladder")
     trials, records = trials_of(all_settings, root, data_needed=s.jobs > 0), read_results(results)
     missing = [trial for trial in trials if s.jobs and not recorded(trial, records)]
-    failed = train_trials(in_order(missing, s.seeds), s, results)
-    records = read_results(results)
-    rows = [row_of(rung, [(t.settings.seed, recorded(t, records, s.jobs == 0)) for t in trials if t.rung == rung]) for rung in rungs_of(all_settings)]
-    text = "\n".join(heading_of(rows, s) + markdown(rows) + pair_lines(pairs_of(rows)))
+    failed, found = train_trials(in_order(missing, s.seeds), s, results), {}
+    for name in dict.fromkeys(trial.ladder for trial in trials):
+        found[name] = report_ladder(name, [trial for trial in trials if trial.ladder == name], read_results(results), s, root)
+    return {"ladders": found, "seeds": s.seeds, "failed": failed}
+
+
+def report_ladder(name, trials, records, s, root):
+    """The table of one ladder on stdout; table, record and picture beside the runs. Returns the record."""
+    rows = [row_of(rung, [(t.settings.seed, recorded(t, records, s.jobs == 0)) for t in trials if t.rung == rung]) for rung in dict.fromkeys(t.rung for t in trials)]
+    text = "\n".join(heading_of(" ".join([name, *trials[0].flags]), rows, s) + markdown(rows) + pair_lines(pairs_of(rows))) + "\n"
     print(text)
-    record = {"rows": rows, "pairs": pairs_of(rows), "seeds": s.seeds, "failed": failed}
-    write_ladder(root / ladder_name(all_settings, trials), text, record, rows)
+    record = {"flags": trials[0].flags, "rows": rows, "pairs": pairs_of(rows)}
+    path = root / f"{name}-{trials[0].settings.dataset}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for suffix, content in ((".md", text), (".json", json.dumps(record, indent=1) + "\n")):
+        write_whole(path.with_name(path.name + suffix), lambda file: file.write(content.encode("utf-8")))
+    draw_ladder(path.with_name(path.name + ".png"), name, [row for row in rows if row["val_loss"]])
     return record
 
 
 def in_order(trials, seeds):
     """Seed by seed: whenever it is stopped, whole ladders are there to compare. Equal rungs of two ladders are one run."""
-    return list({trial.home: trial for trial in sorted(trials, key=lambda trial: seeds.index(trial.settings.seed))}.values())
+    once = {}
+    for trial in sorted(trials, key=lambda trial: seeds.index(trial.settings.seed)):
+        once.setdefault(trial.home, trial)
+    return list(once.values())
 
 
 def check_ladder(all_settings):
@@ -674,17 +688,11 @@ def check_ladder(all_settings):
                                 f"itself); leave it out")
 
 
-def rungs_of(all_settings):
-    """{name of the row: its settings}: the name of the file, and its folder where there are several."""
-    paths = [Path(one.files[-1]) for one in all_settings.values()]
-    several = len({path.resolve().parent for path in paths}) > 1
-    return {f"{path.resolve().parent.name}/{path.stem}" if several else path.stem: one for path, one in zip(paths, all_settings.values())}
-
-
 def trials_of(all_settings, root, data_needed):
     """Every run of the ladder, rung by rung. Data are looked at, and stdlib is made, before anything starts."""
     trials = []
-    for rung, one in rungs_of(all_settings).items():
+    for one in all_settings.values():
+        path = Path(one.files[-1]).resolve()
         given = {name: one.values[name] for name in GPTConfig.__dataclass_fields__ | TrainConfig.__dataclass_fields__
                  if one.origins[name] == "command line" and name != "out_dir"}
         flags, shown = ([f"--{name}={value}" for name, value in given.items() if name not in hidden] for hidden in ((), ELSEWHERE))
@@ -693,9 +701,10 @@ def trials_of(all_settings, root, data_needed):
             decides = {name: value for name, value in settings.values.items() if name not in ELSEWHERE}
             if data_needed:
                 decides |= of_this_machine(settings)
-            home = root / f"{rung.replace('/', '-')}-seed{seed}-{fingerprint(decides)}"
+            home = root / f"{path.parent.name}-{path.stem}-seed{seed}-{fingerprint(decides)}"
             others = sorted(root.glob(f"*-seed{seed}-{fingerprint(decides)}"))                   # the same run, begun on another ladder
-            trials.append(Trial(rung, [one.files[-1], *flags, f"--seed={seed}"], shown, settings, decides, others[0] if others else home))
+            trials.append(Trial(path.parent.name, path.stem, [one.files[-1], *flags, f"--seed={seed}"], shown, settings, decides,
+                                others[0] if others else home))
     homes = {}                                                # equal rungs of two ladders are one run, in one folder
     return [trial._replace(home=homes.setdefault(fingerprint(trial.decides), trial.home)) for trial in trials]
 
@@ -847,7 +856,7 @@ def harvest(trial):
         return None
     cfg = s.build(GPTConfig, vocab_size=trial.decides["vocab_size"])
     made, commits = events["start"][-1], dict.fromkeys(event["commit"] for event in events["start"])             # several: resumed by newer code
-    return {"ladder": Path(s.files[-1]).resolve().parent.name, "config": Path(s.files[-1]).stem, "seed": s.seed, "flags": trial.flags,
+    return {"ladder": trial.ladder, "config": trial.rung, "seed": s.seed, "flags": trial.flags,
             "fingerprint": fingerprint(trial.decides), "commit": ",".join(commits), "torch": made["torch"], "python": made["python"],
             "date": datetime.date.today().isoformat(),
             "results": {**{name: value for name, value in last.items() if name != "event"}, "layout": cfg.layout, "parameters": cfg.n_params(),
@@ -940,11 +949,11 @@ def with_spread(x, form):
     return "" if x is None else format(x["mean"], form) + ("" if x["sd"] is None else f" ± {format(x['sd'], form).lstrip('0')}")
 
 
-def heading_of(rows, s):
+def heading_of(name, rows, s):
     several = [f"note: the runs of this table are of {len(data)} different data sets; train them anew for one comparison"
                for data in [{word for row in rows for word in row["data"]}] if len(data) > 1]
     commits, versions = (", ".join(sorted({word for row in rows for word in row[name]})) or "none" for name in ("commit", "torch"))
-    return [f"ladder: seeds {', '.join(map(str, s.seeds))}; validation loss at full depth, ± standard deviation over seeds; torch {versions}, commit {commits}",
+    return [f"ladder {name}: seeds {', '.join(map(str, s.seeds))}; validation loss at full depth, ± standard deviation over seeds; torch {versions}, commit {commits}",
             *several, ""]
 
 
@@ -985,20 +994,7 @@ def pair_lines(pairs):
         for pair in pairs]), "", FORMULA] if pairs else []
 
 
-def ladder_name(all_settings, trials):
-    """The ladders' folders and the data set, as a file name."""
-    return "-".join(dict.fromkeys([*(Path(one.files[-1]).resolve().parent.name for one in all_settings.values()), *(t.settings.dataset for t in trials)]))
-
-
-def write_ladder(path, text, record, rows):
-    """PATH.md, PATH.json, PATH.png."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for suffix, content in ((".md", text), (".json", json.dumps(record, indent=1))):
-        write_whole(path.with_name(path.name + suffix), lambda file: file.write((content + "\n").encode("utf-8")))
-    draw_ladder(path.with_name(path.name + ".png"), [row for row in rows if row["val_loss"]])
-
-
-def draw_ladder(path, rows):
+def draw_ladder(path, name, rows):
     """Loss of each rung, every seed a dot, its mean a bar; and loss by depth, where there is one."""
     try:
         from matplotlib.figure import Figure
@@ -1016,7 +1012,7 @@ def draw_ladder(path, rows):
         left.plot(row["val_loss"]["mean"], place, "|", color="black", markersize=16)
     left.set_yticks(range(len(rows)), [row["name"] for row in rows])
     left.invert_yaxis()
-    left.set(xlabel="validation loss at full depth, nats per token", title="each seed a dot, the mean a bar")
+    left.set(xlabel="validation loss at full depth, nats per token", title=f"{name}: each seed a dot, the mean a bar")
     for row in deep:
         right[0].plot([int(depth) for depth in row["by_depth"]], [each["mean"] for each in row["by_depth"].values()], marker="o", label=row["name"])
     for axes in right:

@@ -59,7 +59,7 @@ class Inside:
 
 @pytest.fixture
 def go(place, tmp_path, monkeypatch, capsys, request):
-    """go(*files, **flags) -> (stdout's lines, the JSON record, stderr, how many runs were begun), with toy.py and dense.py here."""
+    """go(*files, **flags) -> (stdout's lines, the JSON record with the first ladder's, stderr, how many runs were begun); toy.py and dense.py are here."""
     monkeypatch.chdir(tmp_path)
     Path("data").symlink_to(place / "data")
     make_config(tmp_path, **DENSE)
@@ -67,7 +67,7 @@ def go(place, tmp_path, monkeypatch, capsys, request):
     make_config(tmp_path)
     monkeypatch.setattr(bench, "subprocess", SimpleNamespace(Popen=Inside, DEVNULL=None, STDOUT=None))
     if "picture" not in request.node.name:
-        monkeypatch.setattr(bench, "draw_ladder", lambda path, rows: None)               # half a second each
+        monkeypatch.setattr(bench, "draw_ladder", lambda path, name, rows: None)         # half a second each
 
     def go(*files, **changes):
         Inside.begun = []
@@ -76,7 +76,8 @@ def go(place, tmp_path, monkeypatch, capsys, request):
         finally:
             go.out, go.err = capsys.readouterr()
         lines = go.out.splitlines()
-        return lines[:-1], json.loads(lines[-1]), go.err, len(Inside.begun)
+        record = json.loads(lines[-1])
+        return lines[:-1], record | next(iter(record["ladders"].values())), go.err, len(Inside.begun)
     return go
 
 
@@ -98,7 +99,7 @@ def test_a_ladder_trains_every_config_at_every_seed_and_records_what_the_log_say
     for argv in Inside.begun:
         home = Path(next(arg for arg in argv if arg.startswith("--out_dir=")).removeprefix("--out_dir="))
         last = json.loads((home / "log.jsonl").read_text("utf-8").splitlines()[-1])
-        found = results_of()[home.name.split("-")[0], int(home.name.split("-seed")[1][0])]
+        found = results_of()[Path(argv[0]).stem, int(home.name.split("-seed")[1][0])]
         assert (last["event"], last["step"]) == ("eval", 4) and {name: found[name] for name in ("step", "val_loss", "by_depth")} == {
             name: last[name] for name in ("step", "val_loss", "by_depth")}
     assert [(row["name"], row["seeds"], row["missing"]) for row in record["rows"]] == [("toy", [1, 2], []), ("dense", [1, 2], [])]
@@ -166,14 +167,14 @@ def test_a_killed_run_of_a_ladder_resumes_to_the_numbers_of_an_unbroken_one(go, 
             raise SystemExit(9)
         return (update if stage == "in the middle" else evaluate)(self, *args)
 
-    with monkeypatch.context() as patched, pytest.raises(UserError, match="toy seed 1 failed"):
+    with monkeypatch.context() as patched, pytest.raises(UserError, match="/toy seed 1 failed"):
         patched.setattr(train.Run, "update" if stage == "in the middle" else "evaluate", killed)
         go("toy.py", **whole)
-    (home,) = Path("out/ladder").glob("toy-seed1-*")
+    (home,) = Path("out/ladder").glob("*-toy-seed1-*")
     assert (home / "log.jsonl").is_file() and (home / "ckpt.pt").is_file() == (stage == "in the middle") and lines_of() == []
     err = go("toy.py", **whole)[2]
     assert ("goes on in" in err) == (stage == "in the middle") and results_of() == results_of("unbroken.jsonl")
-    assert list(Path("out/ladder").glob("toy-seed1-*")) == [home]         # in its own folder
+    assert list(Path("out/ladder").glob("*-toy-seed1-*")) == [home]         # in its own folder
 
 
 def test_a_failing_run_of_a_ladder_is_reported_and_the_others_go_on(go, tmp_path):
@@ -184,7 +185,8 @@ def test_a_failing_run_of_a_ladder_is_reported_and_the_others_go_on(go, tmp_path
     with pytest.raises(UserError, match="wild seed 1 failed: exit code 2: the loss or its gradient is not finite.*wild seed 2 failed"):
         go("wild.py", "toy.py")
     record = json.loads(go.out.splitlines()[-1])
-    assert set(record["failed"]) == {"wild seed 1", "wild seed 2"} and set(results_of()) == {("toy", 1), ("toy", 2)}
+    record |= record["ladders"][Path.cwd().name]
+    assert {name.rpartition("/")[2] for name in record["failed"]} == {"wild seed 1", "wild seed 2"} and set(results_of()) == {("toy", 1), ("toy", 2)}
     wild, toy = record["rows"]
     assert (wild["seeds"], wild["missing"], toy["seeds"]) == ([], [1, 2], [1, 2]) and record["pairs"][0]["val_loss"] is None
     assert "| `wild` | not trained |" in go.out
@@ -192,7 +194,7 @@ def test_a_failing_run_of_a_ladder_is_reported_and_the_others_go_on(go, tmp_path
 
 def test_a_folder_that_another_process_trains_in_is_left_alone(go):
     go("toy.py", seeds=1)
-    (home,) = Path("out/ladder").glob("toy-seed1-*")
+    (home,) = Path("out/ladder").glob("*-toy-seed1-*")
     os.remove("results.jsonl")
     os.remove(home / "log.jsonl")
     with train.hold(home), pytest.raises(UserError, match="another process is training in"):
@@ -200,13 +202,14 @@ def test_a_folder_that_another_process_trains_in_is_left_alone(go):
     assert Inside.begun == []
 
 
-def test_equal_rungs_of_two_ladders_are_one_run_and_two_rows(go):
+def test_equal_rungs_of_two_ladders_are_one_run_in_two_tables(go):
     for name in ("a", "b"):
         Path(name).mkdir()
         shutil.copy("toy.py", name)
     _, record, _, begun = go("a/toy.py", "b/toy.py", seeds="1,2")
-    assert begun == 2 and [row["name"] for row in record["rows"]] == ["a/toy", "b/toy"]
-    assert record["rows"][0]["val_loss"] == record["rows"][1]["val_loss"] and record["pairs"][0]["val_loss"]["separated"] is False
+    assert begun == 2 and {json.loads(line)["ladder"] for line in lines_of()} == {"a"}
+    assert list(record["ladders"]) == ["a", "b"] and record["ladders"]["a"] == record["ladders"]["b"] and record["pairs"] == []
+    assert go("b/toy.py")[3] == 0 and {path.name for path in Path("out/ladder").glob("*.json")} == {"a-toy.json", "b-toy.json"}
 
 
 def test_seeds_come_before_rungs_so_that_a_ladder_which_is_stopped_can_be_compared(go):
@@ -314,7 +317,7 @@ def test_the_ladder_table_gives_mean_and_standard_deviation_over_seeds(go):
         cells = next(line for line in table if line.startswith(f"| `{row['name']}` |"))
         assert f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}".replace("± 0.", "± .") in cells and f"| {row['layout']} |" in cells
     assert "| depth 1 | depth 2 | depth 4 |" in table[2]
-    assert Path(f"out/ladder/{Path.cwd().name}-toy.md").read_text("utf-8").splitlines() == table
+    assert [*Path(f"out/ladder/{Path.cwd().name}-toy.md").read_text("utf-8").splitlines(), ""] == table
 
 
 def test_a_ladder_of_one_seed_makes_no_claim(go):
