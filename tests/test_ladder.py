@@ -336,8 +336,9 @@ def test_a_difference_in_the_ladder_table_is_separated_from_two_pooled_standard_
 
 
 def test_close_rungs_of_a_ladder_are_not_separated_and_far_ones_are():
-    near, far = ([1.0, 1.1, 1.2], [1.05, 1.15, 1.25]), ([1.0, 1.1, 1.2], [2.0, 2.1, 2.2])
-    for (a, b), words in ((near, "+0.0500 ± 0.0816, not separated"), (far, "+1.0000 ± 0.0816 |")):
+    near, less, more, far = (([1.0, 1.1, 1.2], [1.0 + by, 1.1 + by, 1.2 + by]) for by in (0.05, 0.15, 0.17, 1.0))
+    for (a, b), words in ((near, "+0.0500 ± 0.0816, not separated"), (less, "+0.1500 ± 0.0816, not separated"), (more, "+0.1700 ± 0.0816 |"),
+                          (far, "+1.0000 ± 0.0816 |")):
         rows = [{"name": name, "val_loss": bench.spread(values), "accuracy": None} for name, values in (("a", a), ("b", b))]
         assert any(words in line for line in bench.pair_lines(bench.pairs_of(rows)))
 
