@@ -29,7 +29,7 @@ from config import UserError, key, near
 from model import FORMS, GPT, AtEnd, Silence, at_least_fp32, fold_in, generator, no_cache, steps_taken, topk
 from sample import load_run, newest_run
 from train import (RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, max_vio,
-                   pick_device, write_whole)
+                   open_split, pick_device, write_whole)
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
@@ -104,7 +104,7 @@ def open_run(folder, state, s, device, autocast):
     if meta["val"]["tokens"] <= model.cfg.block_size:
         raise UserError(f"the validation split of {dataset!r} holds {meta['val']['tokens']} tokens, and {folder} needs more than its "
                         f"block_size={model.cfg.block_size}; use a larger --dataset=")
-    split = Split(data_dir, dataset, "val", meta, model.cfg.block_size)
+    split = open_split(data_dir, dataset, "val", meta, model.cfg.block_size)
     split.check_ids(model.cfg.vocab_size)
     return Run(folder, model, tokenizer, state, dataset, meta, split, s.batch_size or own["batch_size"], device, autocast)
 
@@ -152,19 +152,18 @@ def row_nats(model, x_BTD, targets_BT):
 
 
 def whole_split(split):
-    """Starts of consecutive windows: every token but the very first is predicted once; the last window may be short."""
-    return range(0, split.n_tokens - 1, split.width - 1)
+    """Starts of windows side by side, over all of the split."""
+    return split.consecutive()
 
 
 def batches(run, starts):
     """(ids, targets) of these windows, batch_size at a time; a window that the end of the data cuts comes alone."""
     starts = [int(start) for start in starts]
-    whole = [start for start in starts if start + run.split.width <= run.split.n_tokens]
+    whole = [start for start in starts if start < run.split.n_windows]
     for i in tqdm(range(0, len(whole), run.batch_size), desc=run.name, disable=None, leave=False):
         yield run.split.batch(whole[i : i + run.batch_size], run.device)
     for start in starts[len(whole) :]:
-        row_1T = torch.from_numpy(run.split.read(start, run.split.width))[None].to(run.device)
-        yield row_1T[:, :-1], row_1T[:, 1:]
+        yield run.split.batch([start], run.device)
 
 
 @torch.no_grad()
