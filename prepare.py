@@ -683,7 +683,7 @@ def convert(dense, there, start, cfg, shared):
     prelude, loop, coda = layers[:cfg.n_prelude], layers[cfg.n_prelude:][:len(plan)], layers[cfg.n_prelude + len(plan):]
     loop = [folded(layer) for layer in loop]
     core = [mean([loop[i] for i in SHARED[shared](b, cfg.n_core, plan)]) for b in range(cfg.n_core)]
-    state = {**start, **{name: w for name, w in dense.items() if not name.startswith(tuple(prefixes(there)))}}
+    state = {**start, **{name: w for name, w in dense.items() if name in start and not name.startswith(tuple(prefixes(there)))}}
     for prefix, block in zip(prefixes(cfg), [*prelude, *core, *coda]):
         state |= {prefix + name: w for name, w in block.items()}
     added, kept = additions(loop, [core[b] for b in plan], start, cfg)
@@ -715,11 +715,11 @@ def check_pair(path, there, cfg, origins):
     n, executed = there.executed_blocks(), cfg.executed_blocks()
     if executed != n:
         raise UserError(f"{path} has {n} layers, and {cfg.layout} executes {executed} blocks; choose n_prelude + n_core x n_recur + n_coda = {n}")
-    shape = lambda cfg: {"n_kv_head": cfg.kv_heads, "n_ffn": cfg.ffn_width, "rope_theta": cfg.block == "llama" and cfg.rope_theta, **{
-        name: getattr(cfg, name) for name in ("block", "n_embd", "n_head", "vocab_size", "block_size", "bias", "norm_eps")}}
-    for name in ("block", *shape(cfg)):
-        if shape(cfg)[name] != shape(there)[name]:
-            raise UserError(f"{origins[name]}: {name}={shape(cfg)[name]!r}, but {path} has {shape(there)[name]!r}; give the same")
+    shape = lambda cfg: {**{name: getattr(cfg, name) for name in ("block", "n_embd", "n_head", "vocab_size", "block_size", "bias", "norm_eps")},
+                         "n_kv_head": cfg.kv_heads, "n_ffn": cfg.ffn_width, "rope_theta": cfg.block == "llama" and cfg.rope_theta}
+    for (name, value), found in zip(shape(cfg).items(), shape(there).values()):
+        if value != found:
+            raise UserError(f"{origins[name]}: {name}={value!r}, but {path} has {found!r}; give the same")
 
 
 def measure(model, s, state):
