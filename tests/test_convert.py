@@ -133,11 +133,12 @@ def test_where_nothing_is_left_to_add_lora_is_as_new():
             assert B[1].any() and not torch.equal(A[1], start[1]) and kept[name][0] is None and kept[name][1] > 0
 
 
-def test_converting_leaves_the_donor_as_it_was():
-    donor = loud(tiny(n_core=6, bias=True))
-    before = {name: w.clone() for name, w in donor.state_dict().items()}
-    pair("average", rank=3, donor=donor, bias=True)
-    assert all(torch.equal(w, before[name]) for name, w in donor.state_dict().items())
+def test_converting_leaves_the_donor_and_the_new_model_as_they_were():
+    donor, new = loud(tiny(n_core=6, bias=True)), GPT(tiny(bias=True, lora_rank=3, **layout("1+2x2+1")))
+    states = [{name: w.clone() for name, w in model.state_dict().items()} for model in (donor, new)]
+    prepare.convert(donor.state_dict(), donor.cfg, new.state_dict(), new.cfg, "average")
+    for model, before in zip((donor, new), states):
+        assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
 
 
 def test_norm_biases_are_folded_into_the_linears_biases():
