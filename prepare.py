@@ -2,6 +2,7 @@
 
     python prepare.py [SOURCE] [--name=NAME] [--tokenizer=bytes] [--val_fraction=0.05]
     python prepare.py fineweb-edu --tokenizer=gpt2 --max_tokens=1e9 --num_proc=8
+    python prepare.py weights out/gpt_tiny config/rrt_tiny.py --out_dir=out/rrt_start    # a dense run becomes a recursive model
 
 SOURCE is `stdlib` (the default: the source code of Python's own library, so nothing is downloaded), a text file, a JSONL
 (.jsonl) or Parquet (.parquet) file, a folder of such files, or a set on the Hugging Face Hub by its short name:
@@ -11,6 +12,7 @@ fineweb-edu is SmolLM's corpus, and trains here with GPT-2's vocabulary, as Smol
 A .bin file is nothing but token ids, little-endian uint16 or uint32, with one end-of-text token after each document.
 Documents are packed: a training window may hold several, and they see each other.
 The letters `<|endoftext|>` inside a document are ordinary text, never that token.
+`weights RUN CONFIG` makes starting weights for train.py's --init_from=; its flags are the keys of a config and --shared=.
 """
 import codecs
 import errno
@@ -708,7 +710,7 @@ def check_pair(path, there, cfg, origins):
     """Refuse a source (its config: there) and a config between which no rank would give an exact conversion."""
     plain = {"update": "replace", "router": "none", "kv": "own", "sandwich_norm": False, "loop_norm": False}
     if there.n_recur != 1 or any(getattr(there, name) != only for name, only in plain.items()):
-        raise UserError(f"{path} is no dense run: layout {there.layout}, update={there.update!r}, router={there.router!r}; give one with n_recur=1")
+        raise UserError(f"{path} is no dense run: {there.layout}, update={there.update!r}, router={there.router!r}; give one with n_recur=1")
     for name, only in plain.items():
         if getattr(cfg, name) != only:
             raise UserError(f"{origins[name]}: {name}={getattr(cfg, name)!r} is more than a dense run can start; convert with {name}={only!r}")
@@ -777,8 +779,9 @@ def weights(argv):
         raise UserError(f"another process is at work in {folder}; choose another --out_dir=")
     with lock:
         train.save_checkpoint(folder / "ckpt.pt", {
-            "format": train.FORMAT, "model": state, "step": 0, "val_step": 0, "val_loss": loss, "model_config": asdict(cfg), "settings": dict(s.values),
-            "tokenizer": dense["tokenizer"], "fingerprint": dense["fingerprint"], "commit": train.commit(), "torch": str(torch.__version__), "converted": about})
+            "format": train.FORMAT, "model": state, "step": 0, "val_step": 0, "val_loss": loss, "model_config": asdict(cfg),
+            "settings": dict(s.values), "tokenizer": dense["tokenizer"], "fingerprint": dense["fingerprint"], "commit": train.commit(),
+            "torch": str(torch.__version__), "converted": about})
         head = f"# Converted from {ascii(str(path))}, step {dense['step']}, by prepare.py weights --shared={shared}\n"
         train.write_whole(folder / "config.py", lambda file: file.write((head + s.dump()).encode("utf-8")))
     print(f"validation {loss:.4f} nats/token; the source, at its step {dense['val_step']}: {dense['val_loss']:.4f}\n"

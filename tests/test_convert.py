@@ -213,7 +213,7 @@ def test_a_conversion_that_cannot_be_is_one_line(go, tmp_path):
                            (dict(norm_eps=1e-6), "norm_eps=1e-06, but"), (dict(update="gate"), "command line: update='gate' is more than a dense run can start"),
                            (dict(router="expert"), "convert with router='none'"), (dict(kv="share"), "convert with kv='own'"),
                            (dict(sandwich_norm=True), "convert with sandwich_norm=False"), (dict(shared="mean"), "stepwise, average, lower"),
-                           (dict(source=folder), "out/start/ckpt.pt is no dense run: layout 1+1x2+1"), (dict(source="out/no"), "no checkpoint at out/no")):
+                           (dict(source=folder), "out/start/ckpt.pt is no dense run: 1+1x2+1"), (dict(source="out/no"), "no checkpoint at out/no")):
         assert words in refusal(go, **{"out_dir": "out/other", **changes}), changes
     assert not Path("out/other").exists()
     for words in ([], ["out/dense"], ["out/dense", "out/start", str(tmp_path / "toy.py")]):
@@ -223,6 +223,14 @@ def test_a_conversion_that_cannot_be_is_one_line(go, tmp_path):
     for name, value in (("lora_rank", 2), ("n_recur", 3)):
         with pytest.raises(UserError, match=f"{name} is .* there and {value} here; give the model keys of that run$"):
             train.main(["--init_from=out/start", f"--{name}={value}"])
+
+
+def test_help_of_weights_has_its_command_and_every_key(capsys):
+    with pytest.raises(SystemExit) as exit:
+        prepare.main(["weights", "--help"])
+    text = capsys.readouterr().out
+    assert exit.value.code == 0 and "python prepare.py weights out/gpt_tiny config/rrt_tiny.py" in text
+    assert "  --shared " in text and "[stepwise | average | lower]" in text and "  --lora_rank " in text
 
 
 @pytest.mark.slow
