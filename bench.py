@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from config import UserError, key
-from model import FLOPS, FOLDS, GPT, GPTConfig, Output, Silence, make_cache, param_groups, stream
+from model import FLOPS, FOLDS, GPT, AtEnd, GPTConfig, Output, Silence, make_cache, param_groups, stream
 from train import RANGES as TRAINING_RANGES
 from train import TrainConfig, check_ranges, checkpoint_activations, clip_gradients, commit, compile_parts, pick_device
 from train import step_gradients, want_compile
@@ -425,12 +425,12 @@ def core_pass(cfg, n_rows, s, device, autocast):
         with autocast:
             cache = make_cache(model, *ids_BT.shape, 2)                         # two steps: with shared K/V the first makes them
             model.feed(ids_BT[:, :-1], cache)
-            h_BTD, e_BTD, who = model.start(ids_BT[:, -1:], cache)
-            anchor = model.recursion.update.anchor(e_BTD)
-            h_BTD, who = model.recursion.step(h_BTD, anchor, who, 0, Silence(), cache)
+            e_BTD, who = model.start(ids_BT[:, -1:], cache)
+            watch, (h_BTD, anchor, who) = AtEnd(model, who, cache), model.recursion.enter(e_BTD, who, 2, Silence())
+            h_BTD, who = model.recursion.step(h_BTD, anchor, who, 0, Silence(), cache, watch)
             start = clock(device)
             for _ in range(s.new_tokens - 1):
-                model.recursion.step(h_BTD, anchor, who, 1, Silence(), cache)
+                model.recursion.step(h_BTD, anchor, who, 1, Silence(), cache, watch)
             return clock(device) - start, 1.0
 
     return Run(step, 0, n_rows * (s.new_tokens - 1), {"batch_size": n_rows})

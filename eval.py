@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import FORMS, GPT, NO_CACHES, Silence, at_least_fp32, fold_in, generator, steps_taken, topk
+from model import FORMS, GPT, AtEnd, Silence, at_least_fp32, fold_in, generator, no_cache, steps_taken, topk
 from sample import load_run, newest_run
 from train import (RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, max_vio,
                    pick_device, write_whole)
@@ -129,18 +129,18 @@ def exit_depths(cfg):
 
 def features_at(model, ids_BT, depths, routing="causal"):
     """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower."""
-    cfg, cache, noise, done = model.cfg, NO_CACHES[model.cfg.kv](), Silence(), 0
-    h_BTD, e_BTD, outer = model.start(ids_BT, cache, routing=routing)
-    anchor, who = model.recursion.update.anchor(e_BTD), model.recursion.router.enter(e_BTD, outer, cfg.n_recur)
+    cfg, cache, noise, done = model.cfg, no_cache(model.cfg), Silence(), 0
+    e_BTD, outer = model.start(ids_BT, cache, routing=routing)
+    watch, (h_BTD, anchor, who) = AtEnd(model, outer, cache), model.recursion.enter(e_BTD, outer, cfg.n_recur, noise)
     for depth in depths:
         wanted = round(depth * cfg.n_core) if is_plain(cfg) else depth          # blocks, or steps
         for i in range(done, wanted):
             if is_plain(cfg):
                 h_BTD = model.recursion.core[cfg.sharing_rule.block(0, i, cfg)](h_BTD, who.cos, who.sin, cache.core_seat(0, i))
             else:
-                h_BTD, who = model.recursion.step(h_BTD, anchor, who, i, noise, cache)
+                h_BTD, who = model.recursion.step(h_BTD, anchor, who, i, noise, cache, watch)
         done = wanted
-        yield model.finish(h_BTD, outer, cache)
+        yield watch.features(h_BTD)
 
 
 def row_nats(model, x_BTD, targets_BT):
@@ -458,12 +458,13 @@ class Lot:
 def routed_pass(model, ids_BT, choose, threshold):
     """(what the head reads, steps taken (B, T), what routers were asked: see RouterWatch) at full depth, tokens chosen by
     `choose`. Token-choice models choose in one way only."""
-    cache = NO_CACHES[model.cfg.kv]()
+    cache = no_cache(model.cfg)
     with RouterWatch(model) as watch:
-        h_BTD, e_BTD, outer = model.start(ids_BT, cache, threshold=threshold)
-        h_BTD, who = model.recursion(h_BTD, e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache)
+        e_BTD, outer = model.start(ids_BT, cache, threshold=threshold)
+        end = AtEnd(model, outer, cache)
+        h_BTD, who = model.recursion(e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache, end)
     depth_BT = steps_taken(who, ids_BT)
-    return model.finish(h_BTD, outer, cache), depth_BT, watch.asked(depth_BT)
+    return end.features(h_BTD), depth_BT, watch.asked(depth_BT)
 
 
 class Tally:
@@ -571,7 +572,7 @@ def chosen_scores(model, ids_BT, depth_BT, autocast):
     """Token-choice: histogram of the score that each token gives the depth that it chose."""
     router = model.recursion.router
     with autocast:
-        p_BTR = router.score(router.unit(model.start(ids_BT, NO_CACHES[model.cfg.kv]())[1]))
+        p_BTR = router.score(router.unit(model.start(ids_BT, no_cache(model.cfg))[0]))
     p_N = p_BTR.gather(-1, depth_BT[..., None] - 1).flatten()
     return torch.bincount(bins(p_N), minlength=BINS).cpu().numpy()
 
