@@ -761,7 +761,8 @@ def weights(argv):
         raise UserError(f"{folder} holds a run already; choose another --out_dir=")
     dense = train.load_checkpoint(path)
     with train.fitting(path):
-        there = GPTConfig(**dense["model_config"])
+        there, step, then = GPTConfig(**dense["model_config"]), dense["step"], f"step {dense.get('val_step', dense['step'])}: {dense['val_loss']:.4f}"
+        kin = {name: dense[name] for name in ("tokenizer", "fingerprint")}
         for name, value in {"vocab_size": there.vocab_size, **{name: dense["settings"][name] for name in ("dataset", "data_dir")}}.items():
             if s.origins[name] == "default":
                 s.values[name], s.origins[name] = value, ascii(str(path))
@@ -772,20 +773,26 @@ def weights(argv):
     with train.fitting(path):
         state, kept = convert(dense["model"], there, model.state_dict(), cfg, shared)
         model.load_state_dict(state)
-    about = {"source": str(path), "source_step": dense["step"], "shared": shared, "lora_rank": cfg.lora_rank, "kept": kept}
+    about = {"source": str(path), "source_step": step, "shared": shared, "lora_rank": cfg.lora_rank, "kept": kept}
     print(conversion(about, there, cfg))
-    loss, lock = measure(model, s, dense), train.hold(folder)
+    loss = measure(model, s, kin)
+    save_start(folder, s, {"model": state, "val_loss": loss, "model_config": asdict(cfg), **kin, "converted": about})
+    print(f"validation {loss:.4f} nats/token; the source, at its {then}\n"
+          f"next: python train.py --init_from={shlex.quote(str(folder))} --out_dir={shlex.quote(f'{folder}_tuned')}")
+
+
+def save_start(folder, s, state):
+    """A run's folder that stands at step 0, without an optimizer."""
+    import torch
+    import train
+    about, lock = state["converted"], train.hold(folder)
     if not lock:
         raise UserError(f"another process is at work in {folder}; choose another --out_dir=")
     with lock:
-        train.save_checkpoint(folder / "ckpt.pt", {
-            "format": train.FORMAT, "model": state, "step": 0, "val_step": 0, "val_loss": loss, "model_config": asdict(cfg),
-            "settings": dict(s.values), "tokenizer": dense["tokenizer"], "fingerprint": dense["fingerprint"], "commit": train.commit(),
-            "torch": str(torch.__version__), "converted": about})
-        head = f"# Converted from {ascii(str(path))}, step {dense['step']}, by prepare.py weights --shared={shared}\n"
+        train.save_checkpoint(folder / "ckpt.pt", {"format": train.FORMAT, "step": 0, "val_step": 0, "settings": dict(s.values), "commit": train.commit(),
+                                                   "torch": str(torch.__version__), **state})
+        head = f"# Converted from {ascii(about['source'])}, step {about['source_step']}, by prepare.py weights --shared={about['shared']}\n"
         train.write_whole(folder / "config.py", lambda file: file.write((head + s.dump()).encode("utf-8")))
-    print(f"validation {loss:.4f} nats/token; the source, at its step {dense['val_step']}: {dense['val_loss']:.4f}\n"
-          f"next: python train.py --init_from={shlex.quote(str(folder))} --out_dir={shlex.quote(f'{folder}_tuned')}")
 
 
 def conversion(about, there, cfg):

@@ -216,6 +216,10 @@ def test_a_conversion_that_cannot_be_is_one_line(go, tmp_path):
                            (dict(source=folder), "out/start/ckpt.pt is no dense run: 1+1x2+1"), (dict(source="out/no"), "no checkpoint at out/no")):
         assert words in refusal(go, **{"out_dir": "out/other", **changes}), changes
     assert not Path("out/other").exists()
+    whole = checkpoint("out/dense")
+    for name in ("model", "model_config", "fingerprint", "step", "val_loss", "settings"):
+        torch.save({key: value for key, value in whole.items() if key != name}, tmp_path / "part.pt")
+        assert "part.pt is not a whole checkpoint of this program" in refusal(go, source=tmp_path / "part.pt", out_dir="out/other")
     for words in ([], ["out/dense"], ["out/dense", "out/start", str(tmp_path / "toy.py")]):
         assert "weights takes a dense run and a config file" in refusal(prepare.main, ["weights", *words])
     with pytest.raises(UserError, match="or convert it first: python prepare.py weights out/dense CONFIG"):
