@@ -781,7 +781,9 @@ def check_resume(state, cfg, meta, settings):
             print(f"resume: {name} was {state['settings'][name]!r}, now {value!r}")
 
 
-SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "n_prelude", "n_core", "n_coda", "update", "router")
+SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "n_prelude", "n_core", "n_coda", "update", "router", "lora_rank",
+              "sandwich_norm", "loop_norm", "loss")
+LORA_KEYS = ("n_recur",)                                                                          # where steps have additions of their own
 ROUTER_KEYS = ("n_recur", "router_kind", "router_width", "aux_router", "router_balance")         # where there is a router
 AUX_KEYS = ("capacity",)                                                                          # aux routers are where it is below 1
 
@@ -789,10 +791,12 @@ AUX_KEYS = ("capacity",)                                                        
 def check_start(state, cfg, meta, settings):
     """A new run from another's weights: its tensors have to fit; depth, noise and a shorter context may differ."""
     there = {**asdict(GPTConfig()), **state["model_config"]}                     # an older checkpoint lacks newer keys
-    for name in SHAPE_KEYS + ROUTER_KEYS * (cfg.router != "none") + AUX_KEYS * cfg.aux_router:
+    unrolled = there["n_recur"] == 1 < cfg.n_recur            # a dense run for a recursive model
+    advice = f", or convert it first: python prepare.py weights {shlex.quote(settings.init_from)} CONFIG" if unrolled else ""
+    for name in SHAPE_KEYS + LORA_KEYS * (cfg.lora_rank > 0) + ROUTER_KEYS * (cfg.router != "none") + AUX_KEYS * cfg.aux_router:
         if there[name] != getattr(cfg, name):
             raise UserError(f"init_from={settings.init_from!r}: {name} is {there[name]!r} there and {getattr(cfg, name)!r} here; "
-                            f"give the model keys of that run")
+                            f"give the model keys of that run{advice}")
     if cfg.block == "gpt2" and cfg.block_size > state["model_config"]["block_size"]:
         raise UserError(f"init_from={settings.init_from!r}: block_size={cfg.block_size} needs positions that it never learned; it has "
                         f"{state['model_config']['block_size']}")
