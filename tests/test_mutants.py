@@ -262,6 +262,22 @@ MUTANTS = {
         "if share >= 1:",
         "if share > 1:",
         "test_routing::test_a_threshold_of_zero_sends_everyone_all_the_way_and_one_sends_nobody_on"),
+    "the router's own loss counts three times": (
+        "self.cfg.router_weight, aux)",
+        "3 * self.cfg.router_weight, aux)",
+        "test_routing::test_the_routers_own_losses_are_those_of_plain_loops"),
+    "the balancing loss forgets how many depths there are": (
+        "balance = self.cfg.n_recur * (",
+        "balance = (",
+        "test_routing::test_the_routers_own_losses_are_those_of_plain_loops"),
+    "the balancing loss pools the batch": (
+        "(share_BR * p_BTR.mean(1))",
+        "(share_BR.mean(0) * p_BTR.mean((0, 1)))",
+        "test_routing::test_the_routers_losses_of_a_batch_are_the_mean_of_its_halves"),
+    "the z-loss is not squared": (
+        "logits.logsumexp(-1).square()",
+        "logits.logsumexp(-1).abs()",
+        "test_routing::test_the_routers_own_losses_are_those_of_plain_loops"),
     "token-choice scores every step": (
         "== step + 1\n",
         ">= 0\n",

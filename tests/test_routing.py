@@ -4,6 +4,7 @@
 """
 import itertools
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -180,6 +181,70 @@ def test_every_parameter_learns_routers_included(keys):
         out.loss.backward()
     assert set(out.losses) == {"ce", "router"} | ({"router_z"} if cfg.router == "token" else set()) and out.loss == sum(out.losses.values())
     assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+# Both terms have weights here that are not 1, and every choice that changes them.
+WEIGHED = dict(router_loss=0.3, router_z_loss=0.2)
+TERMS = {"expert": dict(router="expert"), "expert, capacities": dict(router="expert", capacity=[0.8, 0.5, 0.5], kv="own"), "aux": dict(router="expert", aux_router=True),
+         "token": dict(router="token"), "token, sigmoid": dict(router="token", router_score="sigmoid"), "token, bias": dict(router="token", router_balance="bias")}
+
+
+def heard(model, ids_BT):
+    """(out, {a router's name: its logits}) of a call in training."""
+    logits, hooks = {}, []
+    for name, unit in model.recursion.router.named_modules():
+        if name.startswith(("unit", "aux_units")) and hasattr(unit, "layers"):
+            hooks.append(unit.register_forward_hook(lambda module, args, out, name=name: logits.__setitem__(name, out.detach())))
+    out = model.train()(ids_BT, ids_BT, seed=(0, 0))
+    for hook in hooks:
+        hook.remove()
+    return out, logits
+
+
+def mean(numbers):
+    return sum(numbers) / len(numbers)
+
+
+def expert_terms(cfg, depth_BT, logits):
+    """Of each step with a choice: -log of what the router that decides gives to what top-k did, and the other's squared logit."""
+    own = {name: value[..., 0].flatten().tolist() for name, value in logits.items()}                  # a row after the other, in order
+    router, z = 0.0, 0.0
+    for step in [step for step, share in enumerate(cfg.capacities) if share < 1]:
+        went_on = [taken > step for row in depth_BT.tolist() for taken in row if taken >= step]
+        judges = own[f"aux_units.{step}" if cfg.aux_router else f"units.{step}"]
+        router += mean([-math.log(1 / (1 + math.exp(-x if yes else x))) for x, yes in zip(judges, went_on, strict=True)])
+        z += mean([x * x for x in own[f"units.{step}"]])
+    return router, z
+
+
+def token_terms(cfg, depth_BT, logits):
+    """Per row N times the sum over depths of (share of its tokens that chose it) x (its mean probability); log of the summed exponents."""
+    R, rows, z = cfg.n_recur, [], []
+    for depths, row in zip(depth_BT.tolist(), logits["unit"].tolist()):
+        sums = [sum(math.exp(x) for x in token) for token in row]
+        p = [[math.exp(x) / total if cfg.score_name == "softmax" else 1 / (1 + math.exp(-x)) for x in token] for token, total in zip(row, sums)]
+        rows.append(R * sum(depths.count(d + 1) / len(depths) * mean([token[d] for token in p]) for d in range(R)))
+        z += [math.log(total) ** 2 for total in sums]
+    return mean(rows), mean(z)
+
+
+@pytest.mark.parametrize("case", TERMS)
+def test_the_routers_own_losses_are_those_of_plain_loops(case):
+    cfg = routed({**TERMS[case], **WEIGHED})
+    out, logits = heard(loud(cfg).double(), some_ids(4, 12))
+    router, z = (expert_terms if cfg.router == "expert" else token_terms)(cfg, out.depth_BT, logits)
+    terms = {name: float(term.detach()) for name, term in out.losses.items()}
+    assert terms.get("router", 0.0) == pytest.approx(0.0 if cfg.router_balance == "bias" else 0.3 * router) and router > 0.1
+    assert terms["router_z"] == pytest.approx(0.2 * z) and z > 0.1 and float(out.loss.detach()) == pytest.approx(sum(terms.values()))
+
+
+@pytest.mark.parametrize("case", TERMS)
+def test_the_routers_losses_of_a_batch_are_the_mean_of_its_halves(case):
+    model, ids_BT = loud(routed({**TERMS[case], **WEIGHED})).double(), some_ids(4, 12, seed=4)
+    whole, *halves = (heard(model, ids)[0].losses for ids in (ids_BT, ids_BT[:2], ids_BT[2:]))
+    for term in {"router", "router_z"} & set(whole):
+        a, b = (float(half[term].detach()) for half in halves)
+        assert float(whole[term].detach()) == pytest.approx((a + b) / 2) and abs(a - b) > 1e-3
 
 
 def test_unique_parameters_of_a_routed_360m_model():
