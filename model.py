@@ -619,7 +619,7 @@ def weigh(q_BTHK, k_BSGK, v_BSGK, mask_B1TS, causal, dropout):
         return flash_attn_func(q_BTHK, k_BSGK, v_BSGK, dropout_p=dropout, causal=True)
     q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
     y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, dropout_p=dropout, is_causal=causal,
-                                            enable_gqa=q_BHTK.size(1) != k_BGSK.size(1))
+                                            enable_gqa=True if q_BHTK.size(1) != k_BGSK.size(1) else False)    # bare, != would break a dynamic graph
     return y_BHTK.transpose(1, 2)
 
 

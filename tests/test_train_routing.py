@@ -293,18 +293,20 @@ def test_one_evaluation_away_from_the_edge_begins_the_count_anew():
 
 
 def graphs(steps, ragged=False, warm=lambda model, i: None, **keys):
-    """How many graphs training makes, and how many evaluation adds."""
+    """How many graphs training makes, none of them broken off."""
     made = []
 
     def backend(graph, inputs):
         made.append(graph)
         return graph.forward
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     model = loud(tiny(**{**LAYOUT, "n_core": 2, **keys})).train()
     compile_parts(model, ragged=ragged, backend=backend, dynamic=False)
     for i in range(steps):
         warm(model, i)
         step_gradients(model, [(some_ids(4, 32, seed=i), some_ids(4, 32, seed=i + 1))], [(i, i)], NO_AUTOCAST)
+    assert not torch._dynamo.utils.counters["graph_break"]
     return len(made)
 
 
@@ -316,8 +318,9 @@ def test_expert_choice_training_makes_a_graph_for_each_capacity_and_no_more(keys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [dict(router="token"), dict(router="token", update="inject", block="llama")], ids=str)
-def test_token_choice_training_makes_few_graphs_whatever_the_numbers_of_tokens(keys):
+@pytest.mark.parametrize("keys", [dict(router="token"), dict(router="token", update="inject", block="llama", kv="share"),
+                                  dict(router="token", kv="share_k", n_kv_head=2)], ids=str)
+def test_token_choice_training_makes_few_whole_graphs_whatever_the_numbers_of_tokens(keys):
     assert graphs(20, ragged=True, **keys) <= 6
     assert graphs(4, ragged=False, **keys) > 6                        # what would become of it otherwise
 
