@@ -199,8 +199,8 @@ MUTANTS = {
         "position_AC=of(self.position_AC), cos=self.cos if self.cos is None else self.cos[:1, : column_LM.size(1)], sin=self.sin if self.sin is None else self.sin[:1, : column_LM.size(1)]",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "only the delta is scored": (
-        "h + s * y)",
-        "h + s * (y - h))",
+        "return h_ACD + score_AC1 * y_ACD",
+        "return h_ACD + score_AC1 * (y_ACD - h_ACD)",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "one top-k for the whole batch": (
         "by_AC.sort(dim=1, descending=True, stable=True).indices[:, :k]",
@@ -231,8 +231,8 @@ MUTANTS = {
         "if True:",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "the auxiliary router is never asked": (
-        "(logit_AC, router.aux_units[step](x_ACD.detach())[..., 0])",
-        "(logit_AC, logit_AC)",
+        "return logit_AC, aux_AC >= who.threshold, aux_AC",
+        "return logit_AC, logit_AC >= who.threshold, aux_AC",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "the auxiliary router pulls at the state": (
         "router.aux_units[step](x_ACD.detach())",

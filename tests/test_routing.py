@@ -2,9 +2,11 @@
 
     python -m pytest -q tests/test_routing.py
 """
+import copy
 import itertools
 import json
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -19,7 +21,7 @@ from toy import make_config, make_data, refusal
 import eval as evaluation
 import sample
 import train
-from model import GPT, NoCache, Silence, compact, describe, make_cache, stream, topk
+from model import GPT, NoCache, Silence, check_threshold, compact, describe, make_cache, stream, topk
 
 LAYOUT = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, router_alpha=0.7)          # alpha: large enough that a wrong merge shows
 CHOICES = dict(router=("expert", "token"), router_kind=("linear", "mlp"), update=("replace", "inject", "gate"), block=("gpt2", "llama"), kv=("own", "share"))
@@ -30,7 +32,8 @@ SHARED = [dict(router="none", kv=kv, update=update, router_alpha=None) for kv, u
 OPTIONS = [dict(router="expert", kv="share_k", block="llama"), dict(router="expert", kv="share_v", update="inject"), dict(router="token", kv="share_k", n_kv_head=2),
            dict(router="token", kv="share_v", block="llama"), dict(router="expert", aux_router=True, block="llama"),
            dict(router="expert", aux_router=True, update="gate", router_kind="mlp", kv="share"), dict(router="expert", router_choice="random", block="llama"),
-           dict(router="expert", router_choice="random", kv="share", update="gate"), dict(router="expert", router_score="add", router_alpha=None, block="llama"),
+           dict(router="expert", router_choice="random", kv="share", update="gate"),
+           dict(router="expert", router_choice="random", capacity=[0.8, 0.5, 0.3], threshold=0.9), dict(router="expert", router_score="add", router_alpha=None, block="llama"),
            dict(router="expert", router_score="tanh", block="llama"), dict(router="expert", router_score="none", block="llama"),
            dict(router="token", router_balance="bias", block="llama"), dict(router="token", router_score="sigmoid", router_z_loss=0.1, block="llama"),
            dict(router="expert", router_z_loss=0.1, capacity=[1.0, 0.9, 0.2], block="llama")]
@@ -260,11 +263,12 @@ def test_flops_equal_the_table_of_the_mor_paper(plan, kv, mflop):
 @pytest.mark.parametrize("keys", [keys for keys in ROUTED + SHARED + OPTIONS if keys["router"] != "token"], ids=name)
 def test_exact_flops_are_those_of_a_real_forward_at_its_capacities(keys):
     cfg, T = routed(keys), 12
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        depth_BT = loud(cfg)(some_ids(2, T), routing="topk").depth_BT
-    share = [float((depth_BT > step).double().mean()) for step in range(3)]
-    square = sum(s * 2 * 4 * 16 * (T if cfg.kv == "share" else s * T) for s in share) + 2 * 4 * 16 * T             # what ran; half of it counts
-    assert counter.get_total_flops() == pytest.approx(2 * T * (cfg.flops_per_token(T) + square / 2), rel=1e-9)
+    for depth in (3, 0, 1, 2):                                                      # shallow passes ask one router more than they take steps
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            depth_BT = loud(cfg)(some_ids(2, T), routing="topk", depth=depth).depth_BT
+        share = [float((depth_BT > step).double().mean()) for step in range(3)]
+        square = sum(s * 2 * 4 * 16 * (T if cfg.kv == "share" else s * T) for s in share) + 2 * 4 * 16 * T         # what ran; half of it counts
+        assert counter.get_total_flops() == pytest.approx(2 * T * (cfg.flops_per_token(T, depth=depth) + square / 2), rel=1e-9), depth
 
 
 def test_a_routed_model_goes_no_deeper_than_it_has_routers():
@@ -383,16 +387,46 @@ def test_a_random_choice_asks_no_router_and_takes_its_share():
         depth_BT = model(ids_BT).depth_BT
         assert torch.equal(depth_BT, other(ids_BT).depth_BT)
         assert [float((depth_BT > step).double().mean()) for step in (1, 2)] == pytest.approx([2 / 3, 1 / 3], abs=0.03)
-    assert set(model.train()(some_ids(2, 9), some_ids(2, 9)).losses) == {"ce", "router"}
+    deaf = loud(replace(cfg, threshold=0.99, router_loss=5.0))
+    assert torch.equal(deaf(ids_BT).depth_BT, depth_BT)                             # nobody is asked, so there is no threshold
+    losses = deaf.train()(some_ids(2, 9), some_ids(2, 9)).losses
+    assert set(losses) == {"ce", "router"} and losses["router"] == 0 and losses["router"].dtype == torch.float32       # and nothing to learn
+    assert [line.split("=")[0] for line in deaf.cfg.unused()] == ["threshold", "router_loss"] and cfg.router_weight == 0
+    assert [line.split("=")[0] for line in replace(cfg, router_score="add", router_kind="mlp").unused()] == ["router_kind"]
 
 
 def test_settings_that_contradict_each_other_are_refused():
     for keys, words in ((dict(router="token", aux_router=True), "belongs to router='expert'"), (dict(router="expert", router_balance="bias"), "belongs to router='token'"),
                         (dict(router_choice="random"), "belongs to router='expert'"), (dict(router="expert", router_choice="random", aux_router=True), "would learn a random choice"),
                         (dict(router="expert", kv="share_k", capacity=[0.5, 0.5, 0.5]), "capacity must begin with 1"), (dict(router="token", router_score="add"), "does not go with"),
+                        (dict(router="expert", capacity=[0.3, 1.0, 1.0]), "rises at step 1"), (dict(router="expert", capacity=[1.0, 0.5, 0.6]), "rises at step 2"),
+                        (dict(router="expert", router_score="add", aux_router=True), "aux_router=True teaches to others"),
+                        (dict(router="expert", router_score="add", router_loss=0.0), "router_loss=0 turns off"),
                         (dict(router="expert", router_z_loss=-1.0), "0 turns it off"), (dict(router="expert", router_choice="x"), "is not one of score, random")):
         with pytest.raises(ValueError, match=words):
             tiny(**{**LAYOUT, "router_alpha": None, **keys})
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, float("nan"), "x", [0.5]], ids=str)
+def test_a_threshold_that_is_no_probability_is_refused(value):
+    with pytest.raises(ValueError, match="is not a number from 0"):
+        check_threshold(value)
+    for fine in (None, 0, 1, 0.5):
+        check_threshold(fine)
+
+
+@pytest.mark.parametrize("keys", [dict(router=router, router_score=score) for router, scores in (("expert", ("sigmoid", "tanh", "none", "add")), ("token", ("softmax", "sigmoid")))
+                                  for score in scores] + [dict(router="expert", aux_router=True, update="gate"), dict(router="expert", router_choice="random")], ids=name)
+def test_a_routed_model_survives_a_pickle_and_a_copy(keys):
+    model, ids_BT = loud(routed(keys)), some_ids(2, 9)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(twin(ids_BT).logits, model(ids_BT).logits)
+
+
+@pytest.mark.parametrize("kv, why", [("share", "keeps no more already"), ("share_k", "kv='share_k' keeps one of the two for all steps"), ("share_v", "kv='share_v' keeps one")])
+def test_why_shared_k_and_v_are_not_compressed(kv, why):
+    with pytest.raises(ValueError, match=why):
+        tiny(**{**LAYOUT, "router_alpha": None}, kv=kv).check_cache("mean")
 
 
 # ---- the cache: what it holds, and what a token that stopped costs
@@ -402,7 +436,7 @@ def impose(model, depth_T):
     """Every token at position t takes depth_T[t] steps, whatever the router thinks."""
     router, depth_T = model.recursion.router, torch.tensor(depth_T)
     if model.cfg.router == "expert":
-        router.judge = lambda router, logit_AC, x_ACD, who, step: (logit_AC, (depth_T[who.position_AC] > step).double().expand(logit_AC.shape) - 0.5)
+        router.judge = lambda router, logit_AC, x_ACD, who, step: (logit_AC, (depth_T[who.position_AC] > step).expand(logit_AC.shape), logit_AC)
     else:
         enter = router.enter
         router.enter = lambda e_BTD, who, depth: enter(e_BTD, who, depth)._replace(wanted_BT1=depth_T[who.position_AC].expand(e_BTD.shape[:2])[..., None].clamp(max=depth))

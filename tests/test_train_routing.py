@@ -132,7 +132,7 @@ def test_a_routed_run_that_is_broken_off_and_resumed_is_the_unbroken_one_bit_for
 # ---------------------------------------------------------------------------------------------------------- watching
 
 
-@pytest.mark.parametrize("keys", [dict(), dict(kv="share"), dict(aux_router=True), dict(capacity=[0.5, 0.5, 1.0, 0.25]), dict(threshold=0.97)], ids=str)
+@pytest.mark.parametrize("keys", [dict(), dict(kv="share"), dict(aux_router=True), dict(capacity=[1.0, 1.0, 0.5, 0.25]), dict(threshold=0.97)], ids=str)
 def test_a_watch_pairs_each_token_that_was_asked_with_what_it_did(keys):
     model, ids_BT = routed_loud(router="expert", **keys), some_ids(5, 20)
     shares, T, threshold = model.cfg.capacities, 20, model.cfg.threshold
@@ -318,7 +318,7 @@ def test_expert_choice_training_makes_a_graph_for_each_capacity_and_no_more(keys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [dict(router="token"), dict(router="token", update="inject", block="llama", kv="share"),
+@pytest.mark.parametrize("keys", [dict(router="token", kv="share"), dict(router="token", update="inject", block="llama"),
                                   dict(router="token", kv="share_k", n_kv_head=2)], ids=str)
 def test_token_choice_training_makes_few_whole_graphs_whatever_the_numbers_of_tokens(keys):
     assert graphs(20, ragged=True, **keys) <= 6
