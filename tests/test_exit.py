@@ -187,6 +187,12 @@ def test_an_exit_threshold_at_its_end_lets_nobody_go_or_everybody_at_once(exit, 
     assert_close(model(ids_BT, depth=0, exit=exit).logits, model(ids_BT, depth=0).logits)
 
 
+def test_an_exit_threshold_of_zero_keeps_even_a_state_at_rest():
+    torch.manual_seed(0)
+    model = GPT(tiny(**layout("1+2x4+1"), update="gate", gate_bias=9.0)).eval()     # float32: here a KL may come out below zero
+    assert (model(some_ids(4, 30), exit="kl", exit_threshold=0.0).depth_BT == 4).all()
+
+
 def test_without_a_threshold_an_exit_rule_has_its_own():
     model, ids_BT = model_of(tiny(**layout("1+2x4+1"), update="gate", loss="every")), some_ids(3, 9)
     for exit, threshold in (("kl", 5e-4), ("cdf", 0.5)):
@@ -326,6 +332,12 @@ def test_an_exit_that_cannot_be_is_refused_with_a_sentence(keys, options, words)
         with pytest.raises(ValueError) as error:
             call()
         assert words in str(error.value)
+
+
+def test_exit_does_not_go_with_topk_which_would_call_back_who_left():
+    model = GPT(tiny(**layout("1+2x3+1"), router="expert")).eval()
+    with pytest.raises(ValueError, match="exit='kl' does not go with routing='topk'"):
+        model(some_ids(1, 4), routing="topk", exit="kl")
 
 
 def test_exit_is_not_for_training_and_a_cache_is_made_for_it():
