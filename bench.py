@@ -54,7 +54,7 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key
-from model import DEPTHS, FLOPS, FOLDS, GPT, GPTConfig, Output, Silence, fold_in, generator, make_cache, param_groups, stream
+from model import DEPTHS, FLOPS, FOLDS, GPT, GPTConfig, Output, Silence, block_flops, fold_in, generator, make_cache, param_groups, stream
 from train import RANGES as TRAINING_RANGES
 from train import CtrlC, TrainConfig, check_ranges, checkpoint_activations, clip_gradients, commit, compile_parts, hold, human, make_default_data
 from train import padded_vocab, pick_device, step_gradients, want_compile, write_whole
@@ -884,13 +884,14 @@ def seconds_of(steps):
 
 def training_flops(cfg, s):
     """Exact FLOPs of the whole run: the depths are drawn again, as training drew them. Backward is two forwards, through as many steps as it
-    reaches; routed models at their capacities."""
-    T, draw, at = cfg.block_size, DEPTHS[cfg.depth_sampling], {}
+    reaches; routed models at their capacities. loss=every: every step goes through coda, head and exit gate."""
+    T, D, draw, at = cfg.block_size, cfg.n_embd, DEPTHS[cfg.depth_sampling], {}
+    ends = cfg.n_coda * block_flops(cfg, T / 2) + 2 * D * cfg.vocab_size         # of a step beyond the one that flops_per_token counts
+    supervised = lambda depth: (depth - 1) * ends + depth * 2 * D if cfg.loss == "every" else 0  # noqa: E731
     tokens, micro = s.batch_size * T, range(s.gradient_accumulation_steps)
     depths = Counter(draw(cfg, generator(fold_in(s.seed, "shared", step, i))) for step in range(s.max_iters) for i in micro)
     for depth in depths:
-        back = min(depth, getattr(cfg, "bptt", None) or depth)
-        at[depth] = cfg.flops_per_token(T, depth=depth) + 2 * cfg.flops_per_token(T, depth=back)
+        at[depth] = cfg.flops_per_token(T, depth=depth) + 2 * cfg.flops_per_token(T, depth=min(depth, cfg.bptt or depth)) + 3 * supervised(depth)
     return tokens * sum(n * at[depth] for depth, n in depths.items())
 
 
