@@ -1,4 +1,4 @@
-"""GRT and its rivals at six executed blocks, the last: GRT as grt_tiny has it, 1+1x4+1."""
+"""GRT and its rivals at six executed blocks, the eighth: GRT as grt_tiny has it, 1+1x4+1."""
 n_prelude = 1               # 1 + 1 x 4 + 1: six blocks executed, three owned
 n_core = 1                  # one block is the whole loop
 n_recur = 4                 # see n_prelude
