@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import prepare
 from config import UserError, key
-from model import GPT, GPTConfig, fold_in, generator, param_groups, stream
+from model import GPT, GPTConfig, RouterUnit, as_logit, fold_in, generator, n_chosen, param_groups, stream
 
 HERE = Path(__file__).resolve().parent
 FORMAT = 1                    # of ckpt.pt
@@ -544,6 +544,15 @@ def mean_depth(load):
     return sum(depth * n for depth, n in enumerate(load)) / max(1, sum(load))
 
 
+def agreement(counts):
+    """How a router's yes or no agrees with who went on; counts[went on, said yes]. None where there is nobody to judge by."""
+    (true_no, false_yes), (false_no, true_yes) = counts.tolist()
+    rate = lambda right, wrong: right / (right + wrong) if right + wrong else None
+    positive, negative = rate(true_yes, false_no), rate(true_no, false_yes)
+    return {"asked": int(counts.sum()), "chosen": true_yes + false_no, "accuracy": rate(true_yes + true_no, false_yes + false_no),
+            "balanced": None if None in (positive, negative) else (positive + negative) / 2, "true_positive": positive, "true_negative": negative}
+
+
 def max_vio(load):
     """How far the fullest of the depths 1..R is above their mean, as a share of it: 0 = balanced  [MoR, MaxVio]."""
     return max(load[1:]) / max(1e-9, sum(load[1:]) / len(load[1:])) - 1
@@ -556,7 +565,7 @@ class RouterTally:
         cfg, zeros = model.cfg, functools.partial(torch.zeros, dtype=torch.long, device=device)
         self.cfg, self.watch = cfg, RouterWatch(model)
         self.load = zeros(cfg.n_recur + 1)                    # by depth, as tokens decide outside training
-        self.said = zeros(cfg.n_recur, 4)                     # of those asked at a step in a top-k pass: 2 * chosen + passes the threshold
+        self.said = zeros(cfg.n_recur, 2, 2)                  # of those asked at a step in a top-k pass: by chosen, by reaching the threshold
         self.reached = zeros(cfg.block_size)                  # windows in which top-k gave a position the last step
 
     def look(self, depth_BT, n_rows):
@@ -567,7 +576,7 @@ class RouterTally:
         for said, asked in zip(self.said, self.watch.asked(depth_BT, n_rows)):
             if asked:
                 logit_N, chosen_N, _ = asked
-                said += torch.bincount(2 * chosen_N + (logit_N.sigmoid() >= self.cfg.threshold), minlength=4)
+                said += torch.bincount(2 * chosen_N + (logit_N >= as_logit(self.cfg.threshold)), minlength=4).view(2, 2)
 
     def numbers(self, world):
         load = world.sum(self.load).tolist()
@@ -575,18 +584,12 @@ class RouterTally:
         if self.cfg.router == "token":
             return {**numbers, "max_vio": max_vio(load)}
         asks = [step for step, choice in enumerate(self.watch.choice) if choice]
-        said, reached = world.sum(self.said).tolist(), world.sum(self.reached)
-        right = {step: self.accuracy(said[step]) for step in asks if self.cfg.router_choice != "random"}        # a lot is no router's word
+        said, reached = world.sum(self.said), world.sum(self.reached)
+        right = {step: agreement(said[step])["balanced"] for step in asks if self.cfg.router_choice == "score"}         # a lot is no router's word
+        right = {step: rate for step, rate in right.items() if rate is not None}                                        # top-k took all, or none was left
         return {**numbers, "go_on": {step: sum(load[step + 1 :]) / sum(load[step:]) for step in asks if sum(load[step:])},
                 "router_accuracy": sum(right.values()) / len(right) if right else None, "router_accuracy_at": right,
                 "dead_tokens": float((reached == 0).float().mean())}
-
-    @staticmethod
-    def accuracy(said):
-        """Mean of the shares of chosen and of left tokens that the threshold gets right: 1/2 for who says the same to all."""
-        kinds = [(said[0], said[0] + said[1]), (said[3], said[2] + said[3])]
-        rates = [hit / n for hit, n in kinds if n]
-        return sum(rates) / len(rates)
 
 
 def routing_line(numbers):
@@ -596,7 +599,8 @@ def routing_line(numbers):
     if "max_vio" in numbers:
         return " | ".join([*parts, f"max violation {numbers['max_vio']:.2f}"])
     accuracy = "-" if numbers["router_accuracy"] is None else f"{100 * numbers['router_accuracy']:.1f}%"
-    return " | ".join([*parts, f"go on {percent(numbers['go_on'])}", f"top-k (not causal) {numbers['topk_val_loss']:.4f} nats/token, causal "
+    parts += [f"go on {percent(numbers['go_on'])}"] if numbers["go_on"] else []             # no step has a choice
+    return " | ".join([*parts, f"top-k (not causal) {numbers['topk_val_loss']:.4f} nats/token, causal "
                        f"{numbers['topk_gap']:+.4f}", f"router accuracy {accuracy}", f"dead {100 * numbers['dead_tokens']:.1f}%"])
 
 
@@ -605,15 +609,19 @@ FEW, HARDLY, PATIENCE = 0.01, 0.001, 3                        # shares at an edg
 
 def at_edge(cfg, numbers):
     """A sentence where routing has stopped choosing; None where it has not."""
-    for step, share in numbers.get("go_on", {}).items():
-        if not FEW <= share <= 1 - FEW:
-            return (f"{100 * share:.1f}% of the tokens asked take step {step} (a router that chooses: {FEW:.0%} to {1 - FEW:.0%}), and its capacity "
-                    f"is {cfg.capacities[step]:.3g} of all; try a larger router_loss, aux_router=True, or another threshold")
+    chosen = [cfg.block_size, *(n_chosen(share, cfg.block_size) for share in cfg.capacities)]             # by top-k, of a whole context
+    for step, share in numbers.get("go_on", {}).items() if cfg.router_choice == "score" else ():
+        due = chosen[step + 1] / chosen[step]                 # of the tokens asked
+        low, high = min(FEW, due / 10), max(1 - FEW, 1 - (1 - due) / 10)         # a step that is to take few, or nearly all, may
+        if due < 1 and not low <= share <= high:
+            return (f"{100 * share:.1f}% of the tokens asked take step {step} (a router that chooses: {100 * low:.3g} to {100 * high:.3g}%; its capacity: "
+                    f"{100 * due:.3g}%); try a larger router_loss, {'' if cfg.aux_router else 'aux_router=True, '}or another threshold")
     if cfg.router == "token":
         for depth, share in numbers["depth_shares"].items():
             if share > 1 - FEW or share < HARDLY:
-                return (f"depth {depth} has {100 * share:.2f}% of the tokens (a router that chooses: {HARDLY:.1%} to {1 - FEW:.0%}); try a larger "
-                        f"router_loss, router_balance='bias' with a larger router_bias_rate, or a smaller n_recur")
+                more = "a larger router_bias_rate" if cfg.router_balance == "bias" else "a larger router_loss, router_balance='bias'"
+                return (f"depth {depth} has {100 * share:.2f}% of the tokens (a router that chooses: {HARDLY:.1%} to {1 - FEW:.0%}); try {more}, "
+                        f"or a smaller n_recur")
 
 
 @torch.no_grad()
@@ -786,16 +794,20 @@ SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "
 LORA_KEYS = ("n_recur",)                                                                          # where steps have additions of their own
 ROUTER_KEYS = ("n_recur", "router_kind", "router_width", "aux_router", "router_balance")         # where there is a router
 AUX_KEYS = ("capacity",)                                                                          # aux routers are where it is below 1
+# None has a meaning, and the tensors are that of what is meant.
+MEANINGS = {"n_kv_head": lambda cfg: cfg.kv_heads, "n_ffn": lambda cfg: cfg.ffn_width, "router_width": lambda cfg: RouterUnit.shapes(cfg, 1),
+            "capacity": lambda cfg: [share < 1 for share in cfg.capacities]}
 
 
 def check_start(state, cfg, meta, settings):
     """A new run from another's weights: its tensors have to fit; depth, noise and a shorter context may differ."""
-    there = {**asdict(GPTConfig()), **state["model_config"]}                     # an older checkpoint lacks newer keys
-    unrolled = there["n_recur"] == 1 < cfg.n_recur            # a dense run for a recursive model
+    there = GPTConfig(**state["model_config"])                # an older checkpoint lacks newer keys, which had no other value
+    unrolled = there.n_recur == 1 < cfg.n_recur               # a dense run for a recursive model
     advice = f", or convert it first: python prepare.py weights {shlex.quote(settings.init_from)} CONFIG" if unrolled else ""
     for name in SHAPE_KEYS + LORA_KEYS * (cfg.lora_rank > 0) + ROUTER_KEYS * (cfg.router != "none") + AUX_KEYS * cfg.aux_router:
-        if there[name] != getattr(cfg, name):
-            raise UserError(f"init_from={settings.init_from!r}: {name} is {there[name]!r} there and {getattr(cfg, name)!r} here; "
+        meant = MEANINGS.get(name, lambda cfg, name=name: getattr(cfg, name))
+        if meant(there) != meant(cfg):
+            raise UserError(f"init_from={settings.init_from!r}: {name} is {getattr(there, name)!r} there and {getattr(cfg, name)!r} here; "
                             f"give the model keys of that run{advice}")
     if cfg.block == "gpt2" and cfg.block_size > state["model_config"]["block_size"]:
         raise UserError(f"init_from={settings.init_from!r}: block_size={cfg.block_size} needs positions that it never learned; it has "
@@ -960,8 +972,9 @@ def router_lines(cfg, s):
     score = f"{cfg.router_kind} router, score {cfg.score_name}"
     if cfg.router == "expert":
         warm = f", falling from 1 over {s.capacity_warmup_iters} steps" if s.capacity_warmup_iters else ""
-        how = (f"expert-choice: {score}, capacities {' '.join(f'{share:.3g}' for share in cfg.capacities)}{warm}; outside training "
-               f"{'the aux router' if cfg.aux_router else 'it'} decides, threshold {cfg.threshold:g}")
+        decides = ("a lot by position and step decides, in training and outside" if cfg.router_choice == "random" else
+                   f"outside training {'the aux router' if cfg.aux_router else 'it'} decides, threshold {cfg.threshold:g}")
+        how = f"expert-choice: {score}, capacities {' '.join(f'{share:.3g}' for share in cfg.capacities)}{warm}; {decides}"
     else:
         balance = f"a bias, rate {s.router_bias_rate:g}" if cfg.router_balance == "bias" else "a loss"
         how = f"token-choice: {score}, depths 1..{cfg.n_recur}, balanced by {balance}"
