@@ -231,7 +231,7 @@ def test_a_stopped_ladder_stops_its_runs_begins_none_and_waits_until_they_have_s
     sent = []
 
     class Asked:
-        """Ends at the third look after it was asked to."""
+        """Ends some looks after it was asked to, the first one sooner than the second."""
         returncode = None
 
         def __init__(self, *args, **kwargs):
@@ -241,10 +241,11 @@ def test_a_stopped_ladder_stops_its_runs_begins_none_and_waits_until_they_have_s
             sent.append((self, signal))
 
         def poll(self):
-            os.kill(os.getpid(), which) if not sent and not self.looks else None
+            if self is processes[0] and not self.looks:
+                os.kill(os.getpid(), which)
             self.looks += 1
             assert self.looks < 50                                        # a ladder that waits for ever
-            self.returncode = 130 if len(sent) and self.looks > 4 else None
+            self.returncode = 130 if sent and self.looks > 4 * (1 + processes.index(self)) else None
             return self.returncode
 
     processes = []
@@ -252,8 +253,8 @@ def test_a_stopped_ladder_stops_its_runs_begins_none_and_waits_until_they_have_s
     monkeypatch.setattr(bench.time, "sleep", lambda seconds: None)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        go(jobs=1)
-    assert len(processes) == 1 and sent == [(processes[0], signal.SIGINT)] and processes[0].returncode == 130
+        go(jobs=2)
+    assert len(processes) == 2 and sent == [(process, signal.SIGINT) for process in processes] and {process.returncode for process in processes} == {130}
     assert "the same command goes on" in go.err and "failed" not in go.err
     assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
 
