@@ -4,6 +4,7 @@
     python sample.py --recursions 3 --start="def main(" --start="class " --num_samples=2
     python sample.py --trace "The author of the book 1984 was George"     # likeliest next tokens after each step of depth
     python sample.py --color=true --start="for i in range("               # each token in the colour of the steps that it took
+    python sample.py --exit=kl --exit_threshold=0.01                      # a token leaves the loop once its prediction stands still
 
 Text goes to stdout, everything else to stderr. All prompts and samples run as one batch with a K/V cache.
 """
@@ -39,6 +40,9 @@ class SampleConfig:
     cache: str = key("full", "K/V kept of the looped core: full = exact; first, last, mean = one per block", choices=tuple(FOLDS))
     use_cache: bool = key(True, "False reads the whole context again for every token: slow, for comparison")
     threshold: float | None = key(None, "expert-choice models: a token goes on if its router gives at least this; None = the model's own")
+    exit: str | None = key(None, "early exit, recursive models: kl = when a step changes the prediction by less than exit_threshold nats (KL); "
+                           "cdf = when the exit gate has let go of exit_threshold of the token (models trained with loss=every)", choices=("kl", "cdf"))
+    exit_threshold: float | None = key(None, "None = 5e-4 for kl, 0.5 for cdf")
     color: bool = key(False, "colour every token by the steps of the loop that it took")
     trace: str | None = key(None, "print the five likeliest next tokens of this text after each depth, instead of sampling")
     seed: int = key(1337, "of the sampling")
@@ -206,7 +210,8 @@ def run_samples(model, tokenizer, s, depth):
     prompts = [read_prompt(start) for start in s.start or [""]]
     prompts = [prompt for prompt in prompts for _ in range(s.num_samples)]
     ids = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token] for prompt in prompts]
-    taken = [[] for _ in ids] if s.color or model.cfg.router != "none" else None
+    uneven = model.cfg.router != "none" or s.exit is not None                    # tokens differ in how many steps they take
+    taken = [[] for _ in ids] if s.color or uneven else None
     rows = [Row(tokenizer, prompt, row, s.stop and as_typed(s.stop), depth, taken_T if s.color else None)
             for prompt, row, taken_T in zip(prompts, ids, taken or prompts)]
     device = model.embed.weight.device
@@ -214,7 +219,7 @@ def run_samples(model, tokenizer, s, depth):
         say(legend(depth))
     started, first, n_steps = time.perf_counter(), None, 0
     tokens = stream(model, ids, s.max_new_tokens, s.temperature, s.top_k, s.top_p, depth, s.cache, s.use_cache,
-                    generator(s.seed, device), taken=taken)
+                    generator(s.seed, device), taken=taken, exit=s.exit, exit_threshold=s.exit_threshold)
     write(rows[0].ready())
     for next_B in tokens:
         n_steps += 1
@@ -231,7 +236,7 @@ def run_samples(model, tokenizer, s, depth):
         write(row.end() + "\n")
     report(model, s, ids, depth, n_steps, first or 0.0, seconds)
     steps = [n for taken_T in taken or [] for n in taken_T if n is not None]              # None: fell out of the context unread
-    if model.cfg.router != "none" and steps:
+    if uneven and steps:
         say(f"mean depth {sum(steps) / len(steps):.2f} of {depth} over {len(steps):,} tokens read")
 
 
@@ -241,7 +246,7 @@ def report(model, s, rows, depth, n_steps, first, seconds):
         f"({sum(map(len, rows)):,} prompt tokens), then {rate:,.0f} tokens/s")
     if s.use_cache:
         stored = min(model.cfg.block_size, max(map(len, rows)) + max(0, n_steps - 1))
-        size = model.cfg.kv_bytes(stored, len(rows), cache_dtype(model), s.cache, depth)
+        size = model.cfg.kv_bytes(stored, len(rows), cache_dtype(model), s.cache, depth, s.exit)
         say(f"cache {s.cache}: {size / 2**20:,.2f} MiB for {len(rows)} rows of {stored} tokens")
 
 
@@ -288,6 +293,7 @@ def main(argv):
     try:
         model.cfg = at_threshold(model.cfg, s.threshold)
         depth = model.check_depth(s.recursions)
+        model.check_exit(s.exit, s.exit_threshold)
         with autocast:
             if s.trace is not None:
                 run_trace(model, tokenizer, as_typed(s.trace), depth)

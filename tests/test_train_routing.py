@@ -38,7 +38,7 @@ def test_a_step_counts_how_many_tokens_took_each_depth():
     model = GPT(tiny(**LAYOUT, router="expert")).train()
     batches = [(some_ids(2, 16, seed=i), some_ids(2, 16, seed=i)) for i in range(3)]
     seeds = [(i, i) for i in range(3)]
-    loss, load = step_gradients(model, batches, seeds, NO_AUTOCAST, n_recur=4)
+    loss, load = step_gradients(model, batches, seeds, NO_AUTOCAST, most=4)
     assert load.tolist() == [0, 24, 24, 24, 24]                      # capacities 16, 12, 8, 4 of 16: four leave at each step
     assert step_gradients(model, batches, seeds, NO_AUTOCAST) == (loss, None)
     assert train.mean_depth(load.tolist()) == 2.5 and train.max_vio(load.tolist()) == 0
@@ -385,7 +385,7 @@ def test_a_step_computed_again_chooses_the_same_tokens(keys):
         model = loud(tiny(**LAYOUT, dropout=0.1, state_noise=0.1, **keys)).train()
         if lean:
             train.checkpoint_activations(model)
-        loss, load = step_gradients(model, [(ids_BT, ids_BT)], [(1, 1)], NO_AUTOCAST, n_recur=4)
+        loss, load = step_gradients(model, [(ids_BT, ids_BT)], [(1, 1)], NO_AUTOCAST, most=4)
         grads.append((loss, load, [p.grad for p in model.parameters()]))
     assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
     for a, b in zip(grads[0][2], grads[1][2]):
