@@ -2,12 +2,14 @@
 
     python -m pytest -q tests/test_convert.py
 """
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import eval as evaluation
 import prepare
 import sample
 import train
@@ -188,6 +190,9 @@ def test_a_converted_run_with_lora_trains_on_from_the_loss_it_was_given(go, caps
     assert all(not torch.equal(w, start["model"][name]) for name, w in tuned["model"].items() if "lora" in name)
     model, tokenizer, about = sample.load_run("out/start", "cpu")
     assert about["step"] == 0 and model.cfg.layout == "1+1x2+1"
+    evaluation.main(["loss", "--out_dir=out/start"])
+    part = json.loads(Path("out/start/eval.json").read_text())["parts"]["loss"]
+    assert part["train"]["agrees"] and part["train"]["stored_step"] == 0
 
 
 @pytest.mark.slow
