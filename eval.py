@@ -14,7 +14,7 @@ import math
 import platform
 import sys
 import zipfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +26,10 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import FORMS, GPT, AtEnd, Silence, at_least_fp32, fold_in, generator, no_cache, steps_taken, topk
+from model import FORMS, GPT, AtEnd, Silence, as_logit, at_least_fp32, exact_flops, fold_in, generator, no_cache, steps_taken, topk
 from sample import load_run, newest_run
-from train import (RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, max_vio,
-                   pick_device, write_whole)
+from train import (RouterWatch, Split, agreement, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint,
+                   max_vio, open_split, pick_device, write_whole)
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
@@ -104,7 +104,7 @@ def open_run(folder, state, s, device, autocast):
     if meta["val"]["tokens"] <= model.cfg.block_size:
         raise UserError(f"the validation split of {dataset!r} holds {meta['val']['tokens']} tokens, and {folder} needs more than its "
                         f"block_size={model.cfg.block_size}; use a larger --dataset=")
-    split = Split(data_dir, dataset, "val", meta, model.cfg.block_size)
+    split = open_split(data_dir, dataset, "val", meta, model.cfg.block_size)
     split.check_ids(model.cfg.vocab_size)
     return Run(folder, model, tokenizer, state, dataset, meta, split, s.batch_size or own["batch_size"], device, autocast)
 
@@ -113,8 +113,8 @@ def open_run(folder, state, s, device, autocast):
 
 
 def is_plain(cfg):
-    """No loop and no rule of update: a dense transformer, which can be left after any of its blocks."""
-    return cfg.n_recur == 1 and cfg.update == "replace"
+    """No loop, no router and no rule of update: a dense transformer, which can be left after any of its blocks."""
+    return cfg.n_recur == 1 and cfg.update == "replace" and cfg.router == "none"
 
 
 def exit_depths(cfg):
@@ -152,19 +152,18 @@ def row_nats(model, x_BTD, targets_BT):
 
 
 def whole_split(split):
-    """Starts of consecutive windows: every token but the very first is predicted once; the last window may be short."""
-    return range(0, split.n_tokens - 1, split.width - 1)
+    """Starts of windows side by side, over all of the split."""
+    return split.consecutive()
 
 
 def batches(run, starts):
     """(ids, targets) of these windows, batch_size at a time; a window that the end of the data cuts comes alone."""
     starts = [int(start) for start in starts]
-    whole = [start for start in starts if start + run.split.width <= run.split.n_tokens]
+    whole = [start for start in starts if start < run.split.n_windows]
     for i in tqdm(range(0, len(whole), run.batch_size), desc=run.name, disable=None, leave=False):
         yield run.split.batch(whole[i : i + run.batch_size], run.device)
     for start in starts[len(whole) :]:
-        row_1T = torch.from_numpy(run.split.read(start, run.split.width))[None].to(run.device)
-        yield row_1T[:, :-1], row_1T[:, 1:]
+        yield run.split.batch([start], run.device)
 
 
 @torch.no_grad()
@@ -290,10 +289,23 @@ def report_loss(runs, s):
 def measure_depth(run, eval_tokens):
     cfg, depths, starts = run.model.cfg, exit_depths(run.model.cfg), fixed_windows(run.split, eval_tokens)
     nats, counts = window_nats(run, starts, depths)
-    means = nats.sum(1) / counts.sum()
-    points = [{"depth": depth, "flops_per_token": cfg.flops_per_token(cfg.block_size, depth=depth), "nats_per_token": mean,
+    means, flops = nats.sum(1) / counts.sum(), flops_of(run, starts)
+    points = [{"depth": depth, "flops_per_token": flops(depth), "nats_per_token": mean,
                "bits_per_byte": mean * run.bits, "training": training_at(cfg, depth)} for depth, mean in zip(depths, means.tolist())]
     return {"windows": len(starts), "tokens": int(counts.sum()), "layout": cfg.layout, "update": cfg.update, "points": points}
+
+
+@torch.no_grad()
+def flops_of(run, starts):
+    """depth -> FLOPs per token of a forward pass; routed: with as many tokens in each step as went there on these windows."""
+    cfg, depths = run.model.cfg, []
+    if cfg.router == "none":
+        return lambda depth: cfg.flops_per_token(cfg.block_size, depth=depth)
+    for ids_BT, _ in batches(run, starts):
+        with run.autocast:
+            depths.append(run.model(ids_BT).depth_BT.flatten())
+    shares = step_shares(torch.cat(depths).cpu().numpy(), cfg.n_recur)
+    return lambda depth: flops_at(cfg, shares, depth)
 
 
 def tell_unpaired(runs):
@@ -309,15 +321,15 @@ def common_unit(runs):
 
 def training_at(cfg, depth):
     """What training knew of a depth. A model does best where it was trained; elsewhere expect worse."""
-    low = cfg.min_depth if cfg.depth_sampling == "uniform" else cfg.n_recur
-    return "full depth" if depth == cfg.n_recur else "trained" if low <= depth < cfg.n_recur else "never trained"
+    low, high = cfg.trained_depths
+    return "full depth" if depth == cfg.n_recur else "trained" if low <= depth <= high else "never trained"
 
 
 def report_depth(runs, s):
     """Loss after every step (dense: every core block) against FLOPs; one picture for all runs."""
     measured = [(run, measure_depth(run, s.eval_tokens)) for run in runs]
     print(f"depth: loss after each step against FLOPs of a forward pass, on {measured[0][1]['windows']:,} fixed windows "
-          f"({measured[0][1]['tokens']:,} tokens); k/L = a dense model left after k of its L core blocks")
+          f"({measured[0][1]['tokens']:,} tokens); k/L = a dense model left after k of its L core blocks; routed: FLOPs of who really went on")
     tell_unpaired(runs)
     rows = []
     for run, n in measured:
@@ -481,24 +493,18 @@ class Tally:
         self.depths.append(depth_BT.cpu().numpy().astype(np.int16))
         for step, heard in enumerate(asked):
             if heard is not None:
-                score_N, went_N = heard[0].sigmoid(), heard[1].long()
-                self.score_counts[step] += grid(went_N, bins(score_N), BINS)
-                self.yes_counts[step] += grid(went_N, (score_N >= self.cfg.threshold).long(), 2)
+                logit_N, went_N = heard[0], heard[1].long()
+                self.score_counts[step] += grid(went_N, bins(logit_N.sigmoid()), BINS)
+                self.yes_counts[step] += grid(went_N, (logit_N >= as_logit(self.cfg.threshold)).long(), 2)
 
     @property
     def depth_WT(self):
         return np.concatenate(self.depths)
 
-    @property
-    def step_shares(self):
-        """Share of all tokens that took each step."""
-        return [float((self.depth_WT > step).mean()) for step in range(self.cfg.n_recur)]
-
     def numbers(self, counts):
         loss, depth_WT = loss_of(np.concatenate(self.nats), counts), self.depth_WT
-        numbers = {**loss, "bits_per_byte": loss["nats_per_token"] * self.bits, "mean_depth": float(depth_WT.mean()),
-                   "depth_shares": depth_shares(depth_WT, self.cfg.n_recur)}
-        return numbers | ({"flops_per_token": flops_at(self.cfg, self.step_shares)} if self.cfg.router == "expert" else {})
+        return {**loss, "bits_per_byte": loss["nats_per_token"] * self.bits, "mean_depth": float(depth_WT.mean()),
+                "depth_shares": depth_shares(depth_WT, self.cfg.n_recur), "flops_per_token": flops_at(self.cfg, step_shares(depth_WT, self.cfg.n_recur))}
 
     def minus(self, other, counts):
         return paired(np.concatenate(self.nats), np.concatenate(other.nats), counts)
@@ -517,22 +523,15 @@ def depth_shares(depths, n_recur):
     return (np.bincount(depths.flatten(), minlength=n_recur + 1) / max(1, depths.size)).tolist()
 
 
-def flops_at(cfg, shares):
-    """FLOPs per token of an expert-choice model whose step r was taken by shares[r] of all tokens, to the nearest token of
-    a whole context. (Attention as if all windows had the mean: a little less than the mean over windows.)"""
-    S = cfg.block_size
-    k = [round(share * S) for share in shares]
-    depth = next((step for step, n in enumerate(k) if not n), cfg.n_recur)             # nobody took more
-    return replace(cfg, capacity=[min(1, (max(1, n) + 0.5) / S) for n in k]).flops_per_token(S, depth=depth)
+def step_shares(depths, n_recur):
+    """Share of the tokens that took each step."""
+    return [float((depths > step).mean()) for step in range(n_recur)]
 
 
-def agreement(counts):
-    """How a router's yes or no agrees with who went on; counts[went on, said yes]. None where there is nobody to judge by."""
-    (true_no, false_yes), (false_no, true_yes) = counts.tolist()
-    rate = lambda right, wrong: right / (right + wrong) if right + wrong else None
-    positive, negative = rate(true_yes, false_no), rate(true_no, false_yes)
-    return {"asked": int(counts.sum()), "chosen": true_yes + false_no, "accuracy": rate(true_yes + true_no, false_yes + false_no),
-            "balanced": None if None in (positive, negative) else (positive + negative) / 2, "true_positive": positive, "true_negative": negative}
+def flops_at(cfg, shares, depth=None):
+    """FLOPs per token of a routed model whose step r was taken by shares[r] of all tokens (None: n_recur steps), in a whole
+    context. (Attention as if all windows had the mean: a little less than the mean over windows.)"""
+    return exact_flops(cfg, cfg.block_size, cfg.n_recur if depth is None else depth, shares.__getitem__)
 
 
 def by_class(depth_WT, class_WT, n_recur):
@@ -546,7 +545,7 @@ def ways(cfg, thresholds, first):
     """{name or threshold: (how tokens are chosen, threshold)}, for a batch that `first` rows came before."""
     own = {"causal": (FORMS["causal"], cfg.threshold)}
     return own if cfg.router == "token" else {**own, "topk": (topk, cfg.threshold), "lot": (Lot(first), cfg.threshold),
-                                              **{threshold: (FORMS["causal"], threshold) for threshold in thresholds}}
+                                              **{threshold: (FORMS["causal"], threshold) for threshold in thresholds if cfg.router_choice == "score"}}
 
 
 @torch.no_grad()
@@ -593,13 +592,14 @@ def token_numbers(cfg, tallies, counts, p_counts):
 
 def expert_numbers(cfg, tallies, counts, p_counts):
     causal, best, lot = (tallies[name] for name in ("causal", "topk", "lot"))
-    choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1 and cfg.router_choice == "score"]     # of a router
+    asks = cfg.router_choice == "score"                       # a lot has no threshold and no scores to agree with
+    choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1 and asks]
     dead_T = (best.depth_WT < cfg.n_recur).all(0)
-    dial = {cfg.threshold: causal, **{way: tally for way, tally in tallies.items() if not isinstance(way, str)}}
-    return {"threshold": cfg.threshold, "capacities": cfg.capacities,
+    dial = {cfg.threshold: causal, **{way: tally for way, tally in tallies.items() if not isinstance(way, str)}} if asks else {}
+    return {"threshold": cfg.threshold if asks else None, "capacities": cfg.capacities,
             "topk": {"causal": False, **best.numbers(counts), "minus_causal": best.minus(causal, counts)},
             "lot": {**lot.numbers(counts), "minus_topk": lot.minus(best, counts), "minus_causal": lot.minus(causal, counts)},
-            "accuracy": {"pooled": agreement(best.yes_counts.sum(0)), "steps": {step: agreement(best.yes_counts[step]) for step in choices}},
+            "accuracy": {"pooled": agreement(best.yes_counts[choices].sum(0)), "steps": {step: agreement(best.yes_counts[step]) for step in choices}},
             "dead": {"ratio": float(dead_T.mean()), "positions": len(dead_T), "windows": len(counts)},
             "scores": {step: dict(zip(("left", "chosen"), best.score_counts[step].tolist())) for step in choices},
             "thresholds": [{"threshold": threshold, "own": threshold == cfg.threshold, **tally.numbers(counts)}
@@ -628,11 +628,11 @@ def report_router(runs, s):
 def show_choices(measured):
     rows = []
     for run, n in measured:
-        causal = f"causal, threshold {n['threshold']:g}" if n["router"] == "expert" else "token-choice"
+        causal = "token-choice" if n["router"] == "token" else "causal, by lot" if n["threshold"] is None else f"causal, threshold {n['threshold']:g}"
         for name, way in [(causal, n)] + [(name, n[key]) for name, key in ((TOPK, "topk"), (LOT, "lot")) if key in n]:
             d = way.get("minus_causal")
             rows.append((run.name, name, f"{way['nats_per_token']:.4f}", show_interval(way["interval"], ".4f"), f"{way['bits_per_byte']:.4f}",
-                         f"{way['mean_depth']:.3f}", f"{way['flops_per_token'] / 1e6:,.3f}" if "flops_per_token" in way else "-",
+                         f"{way['mean_depth']:.3f}", f"{way['flops_per_token'] / 1e6:,.3f}",
                          *((f"{d['value']:+.4f}", show_interval(d["interval"], "+.4f")) if d else ("-", "-"))))
     head = ("run", "who goes on", "nats/token", "95% interval", "bits/byte", "mean depth", "MFLOP/token", "minus causal", "95% interval")
     show(head, rows)

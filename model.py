@@ -75,7 +75,7 @@ class GPTConfig:
     router_width: int | None = key(None, "hidden width of an mlp router; None = 2 n_embd")
     router_score: str | None = key(None, "score of a logit: sigmoid, tanh, none, add = 1 (expert); softmax, sigmoid (token); None = sigmoid, softmax")
     router_alpha: float | None = key(None, "factor on the score; None = 0.1 for expert, 1 for token, for add and beside a gate")
-    router_choice: str = key("score", "expert: who goes on: by score, or by random lot, the floor that a router has to beat")
+    router_choice: str = key("score", "expert: who goes on: by score, or random: by one lot for each position and step, fixed for good; the floor that a router has to beat")
     capacity: list[float] | None = key(None, "expert: share of all tokens that each step takes; None = (n_recur - step) / n_recur")
     threshold: float = key(0.5, "expert, outside training: a token goes on if sigmoid(its logit) is at least this")
     router_loss: float | None = key(None, "weight of the router's own loss beside the mean loss of language; None = 0.016 (expert), 0.1 (token)")
@@ -174,6 +174,9 @@ class GPTConfig:
         scores = {"none": (None,), "expert": (None, "sigmoid", "tanh", "none", "add"), "token": (None, "softmax", "sigmoid")}[self.router]
         if self.router_score not in scores:
             raise ValueError(f"router_score={self.router_score!r} does not go with router={self.router!r}; it is one of {', '.join(map(str, scores))}")
+        if self.router_score == "add" and self.router_choice == "score" and (self.aux_router or not self.router_weight):
+            why = "aux_router=True teaches to others" if self.aux_router else "router_loss=0 turns off"
+            raise ValueError(f"router_score='add' leaves a router its own loss to learn its choice from, which {why}; use another score, or leave that out")
         if self.router == "token" and self.update == "gate":
             raise ValueError("router='token' does not go with update='gate', whose last step is no whole output; use router='expert'")
         if self.router_balance == "bias" and self.depth_sampling != "fixed":
@@ -182,8 +185,12 @@ class GPTConfig:
             raise ValueError(f"threshold={self.threshold} is outside 0..1")
         shares = self.capacity
         if shares is not None and (self.router != "expert" or len(shares) != self.n_recur or not all(0 < c <= 1 for c in shares)):
-            raise ValueError(f"capacity={shares} is one share of the tokens in (0, 1] for each of the n_recur={self.n_recur} steps of an "
+            raise ValueError(f"capacity={shares} must be one share of the tokens in (0, 1] for each of the n_recur={self.n_recur} steps of an "
                              f"expert-choice model")
+        for step in range(1, len(shares or ())):
+            if shares[step] > shares[step - 1]:
+                raise ValueError(f"capacity={shares} rises at step {step}, which can only choose among those who took the step before; let no share "
+                                 f"be larger than the one before it")
         if self.kv != "own" and self.router == "expert" and self.capacities[0] < 1:
             raise ValueError(f"kv={self.kv!r} is made at step 0 by all tokens, so capacity must begin with 1, not {self.capacities[0]}")
 
@@ -220,7 +227,9 @@ class GPTConfig:
                  (self.router == "none", "there is no router", ("router_kind", "router_width", "router_alpha", "router_loss", "router_z_loss")),
                  (self.router != "expert", "router is not expert", ("threshold",)),
                  (self.router_balance == "bias", "router_balance='bias' has no loss", ("router_loss",)),
-                 (self.router_choice == "random", "router_choice='random' teaches nothing", ("router_loss",)),
+                 (self.router_choice == "random", "router_choice='random' asks nobody and teaches nothing", ("threshold", "router_loss")),
+                 (self.router_choice == "random" and self.router_score == "add", "a random choice and no score need no router",
+                  ("router_kind", "router_width", "router_z_loss")),
                  (self.router != "none" and self.router_kind == "linear", "router_kind='linear'", ("router_width",))]
         return [f"{name}={getattr(self, name)} has no effect: {why}" for holds, why, names in rules if holds
                 for name in names if getattr(self, name) != default[name]]
@@ -235,11 +244,19 @@ class GPTConfig:
     score_name = property(lambda self: self.router_score or {"expert": "sigmoid", "token": "softmax"}.get(self.router))
     first_std = property(lambda self: self.state_std or 0.02 * (2 if self.block == "gpt2" else 1) ** 0.5)        # of one table, or of two
     poisson_rate = property(lambda self: self.n_recur - 1 if self.poisson_mean is None else self.poisson_mean)
+    mean_depth = property(lambda self: {"uniform": (self.min_depth + self.n_recur) / 2, "poisson": self.poisson_rate + 1}.get(self.depth_sampling, self.n_recur))
     random = property(lambda self: self.state_noise > 0 or self.gate_noise > 0 or self.state_init == "random")      # a training step's arithmetic
     own_steps = property(lambda self: (self.router != "none") * "a router" or (self.lora_rank > 0) * "low-rank additions")
-    router_weight = property(lambda self: {"expert": 0.016, "token": 0.1}.get(self.router, 0.0) if self.router_loss is None else self.router_loss)
+    router_weight = property(lambda self: 0.0 if self.router_choice == "random" else {"expert": 0.016, "token": 0.1}.get(self.router, 0.0)
+                             if self.router_loss is None else self.router_loss)
     z_weight = property(lambda self: {"token": 1e-5}.get(self.router, 0.0) if self.router_z_loss is None else self.router_z_loss)
     capacities = property(lambda self: self.capacity or [(self.n_recur - step) / self.n_recur for step in range(self.n_recur)])
+
+    @property
+    def trained_depths(self):
+        """(least, most) that training knows: a poisson draw has no end."""
+        least = self.min_depth if self.depth_sampling == "uniform" else 1 if "poisson" in self.depth_sampling or self.loss == "every" else self.n_recur
+        return least, math.inf if self.depth_sampling == "poisson" else self.n_recur
 
     def unrouted(self):
         """The same model without a router: every token takes every step."""
@@ -271,6 +288,13 @@ class GPTConfig:
         score = 0 if exit is None else depth * EXITS[exit].flops(self) + (depth - 1) * self.n_coda * block_flops(self, seq_len / 2)
         return FLOPS[convention](self, seq_len, depth) + score
 
+    def train_flops_per_token(self, seq_len, depth=None):
+        """Exact FLOPs of a training micro-batch's forward pass per token at `depth` (None: the mean of what is drawn): as
+        flops_per_token, and with loss="every" coda, head and exit gate at every step."""
+        depth = self.mean_depth if depth is None else depth
+        more = 2 * self.n_embd * depth + (depth - 1) * (self.n_coda * block_flops(self, seq_len / 2) + 2 * self.vocab_size * self.n_embd)
+        return self.flops_per_token(seq_len, depth=depth) + (more if self.loss == "every" else 0)
+
     def kv_bytes(self, seq_len, batch_size, dtype, cache="full", depth=None, exit=None):
         """Bytes of K and V for `batch_size` rows of `seq_len` tokens; prelude, coda (with an exit rule of every step) and scratch
         entries included."""
@@ -294,8 +318,9 @@ class GPTConfig:
         if cache not in FOLDS:
             raise ValueError(f"cache={cache!r} is not one of {', '.join(FOLDS)}")
         if cache != "full" and not self.compressible:
-            why = (f"router={self.router!r} sends tokens to different steps" if self.router != "none" else "kv='share' keeps no more already"
-                   if self.kv == "share" else f"sharing={self.sharing_name!r} runs a block twice in one step")
+            why = (f"router={self.router!r} sends tokens to different steps" if self.router != "none" else
+                   {"own": f"sharing={self.sharing_name!r} runs a block twice in one step", "share": "kv='share' keeps no more already"}
+                   .get(self.kv, f"kv={self.kv!r} keeps one of the two for all steps already, and needs every step's other"))
             raise ValueError(f"cache={cache!r} keeps one K and V per block, but {why}; use cache='full'")
 
 
@@ -807,7 +832,7 @@ def weigh(q_BTHK, k_BSGK, v_BSGK, mask_B1TS, causal, dropout):
         return flash_attn_func(q_BTHK, k_BSGK, v_BSGK, dropout_p=dropout, causal=True)
     q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
     y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, dropout_p=dropout, is_causal=causal,
-                                            enable_gqa=q_BHTK.size(1) != k_BGSK.size(1))
+                                            enable_gqa=True if q_BHTK.size(1) != k_BGSK.size(1) else False)    # bare, != would break a dynamic graph
     return y_BHTK.transpose(1, 2)
 
 
@@ -1044,7 +1069,7 @@ def lot(position_AC, step):
     return x_AC - x_AC.floor()
 
 
-SCORES = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda x: x, "add": torch.ones_like, "softmax": lambda x: x.softmax(-1)}
+SCORES = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": torch.positive, "add": torch.ones_like, "softmax": functools.partial(torch.softmax, dim=-1)}
 
 
 class RouterUnit(nn.Module):
@@ -1105,18 +1130,31 @@ class NoRouter(nn.Module):
         """Token-choice with balance by bias: after an optimizer step in which load_R tokens chose depth 1..R."""
 
 
+def by_score(router, logit_AC, x_ACD, who, step):
+    return logit_AC, logit_AC >= who.threshold, logit_AC
+
+
+def by_aux(router, logit_AC, x_ACD, who, step):
+    aux_AC = router.aux_units[step](x_ACD.detach())[..., 0]
+    return logit_AC, aux_AC >= who.threshold, aux_AC
+
+
 def by_lot(router, logit_AC, x_ACD, who, step):
     shares = [1.0, *router.cfg.capacities]
     luck_AC = shares[step + 1] / shares[step] - lot(who.position_AC, step).expand(logit_AC.shape)
-    return luck_AC, luck_AC
+    return luck_AC, luck_AC >= 0, logit_AC                    # no threshold; and the loss has no weight
 
 
-# Expert-choice: what top-k goes by, and whose sign decides outside training: two (A, C) from the step's router and the state.
-JUDGES = {
-    "score": lambda router, logit_AC, x_ACD, who, step: (logit_AC, logit_AC),
-    "aux": lambda router, logit_AC, x_ACD, who, step: (logit_AC, router.aux_units[step](x_ACD.detach())[..., 0]),
-    "random": by_lot,
-}
+# Expert-choice: what top-k goes by, who goes on outside training, and the logits that learn from who did: three (A, C).
+JUDGES = {"score": by_score, "aux": by_aux, "random": by_lot}
+
+
+def add_whole(h_ACD, y_ACD, score_AC1, write):
+    return h_ACD + score_AC1 * y_ACD
+
+
+def add_change(h_ACD, y_ACD, score_AC1, write):
+    return h_ACD + score_AC1 * (write(h_ACD, y_ACD) - h_ACD)
 
 
 class Expert(NoRouter):
@@ -1128,7 +1166,7 @@ class Expert(NoRouter):
         self.cfg, self.extra, self.score = cfg, 0.0, SCORES[cfg.score_name]
         whole = cfg.update == "gate" or cfg.router_score == "add"
         self.alpha = (1.0 if whole else 0.1) if cfg.router_alpha is None else cfg.router_alpha
-        self.blend = {"gate": lambda h, y, s, write: h + s * (write(h, y) - h)}.get(cfg.update, lambda h, y, s, write: h + s * y)
+        self.blend = add_change if cfg.update == "gate" else add_whole
         self.judge = JUDGES["aux" if cfg.aux_router else cfg.router_choice]
         self.units = nn.ModuleList(RouterUnit(cfg, 1) for _ in range(cfg.n_recur))
         self.aux_units = nn.ModuleList(RouterUnit(cfg, 1) if share < 1 else nn.Identity() for share in cfg.capacities if cfg.aux_router)
@@ -1161,11 +1199,10 @@ class Expert(NoRouter):
         share = share + (1 - share) * self.extra * self.training
         if share >= 1:
             return who
-        by_AC, judge_AC = self.judge(self, logit_AC1[..., 0], x_ACD, who, step)
-        decided_AC = judge_AC >= who.threshold
+        by_AC, decided_AC, taught_AC = self.judge(self, logit_AC1[..., 0], x_ACD, who, step)
         chosen_AC, picked = who.choose(by_AC, decided_AC, min(by_AC.size(1), n_chosen(share, T)), who.real_AC)
         if self.training:
-            aux = F.binary_cross_entropy_with_logits(judge_AC, chosen_AC.to(judge_AC.dtype))                     # [MoR, aux loss]
+            aux = F.binary_cross_entropy_with_logits(taught_AC, chosen_AC.to(taught_AC.dtype))                   # [MoR, aux loss]
             who = who.add("router", self.cfg.router_weight, aux).add("router_z", self.cfg.z_weight, z_loss(logit_AC1))
         return who.pick(picked, B, T)
 
@@ -1595,14 +1632,14 @@ class AtEvery(AtEnd):
         super().__init__(model, outer, cache)
         again = len(model.coda) and torch.is_grad_enabled()
         self.finish = functools.partial(checkpoint, model.finish, use_reentrant=False) if again else model.finish
-        self.x = []
+        self.x = {}
 
     def look(self, h_BTD, who, step):
-        self.x.append(self.finish(h_BTD, self.outer, self.cache.coda_seat))
+        self.x[step] = self.finish(h_BTD, self.outer, self.cache.coda_seat)     # by step: one that is computed again overwrites
         return who
 
     def features(self, h_BTD):
-        return torch.stack(self.x or [super().features(h_BTD)])
+        return torch.stack(list(self.x.values()) or [super().features(h_BTD)])
 
 
 class Exit(AtEnd):
@@ -1750,6 +1787,7 @@ class GPT(nn.Module):
         ids (B, T), the first n_new_B[b] of row b real and the rest padding (None: all real). depth: None = the cache's.
         Returns logits after each row's last real token, (B, 1, V); with every=True after all T, (B, T, V). The steps that each
         token took are in cache.taken_BT. exit, exit_threshold: early exit, with a cache that was made for it."""
+        check_threshold(threshold)
         exit_threshold = self.check_exit(exit, exit_threshold)
         if cache.exits != (exit is not None):
             raise ValueError(f"exit={exit!r}, but the cache was made {'for' if cache.exits else 'without'} early exit; make another one")
@@ -1876,6 +1914,11 @@ def check_sampling(temperature, top_k, top_p):
         raise ValueError(f"top_p={top_p} is outside (0, 1]; None or 1 turns it off")
 
 
+def check_threshold(threshold):
+    if threshold is not None and not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
+        raise ValueError(f"threshold={threshold!r} is not a number from 0 (everyone goes on) to 1 (nobody); None is the model's own")
+
+
 def sample(logits_BV, temperature=1.0, top_k=None, top_p=None, generator=None):
     """Next token of each row, a list of ints. top_k keeps the k likeliest; top_p then the smallest set that holds p."""
     logits_BV = at_least_fp32(logits_BV)
@@ -1976,9 +2019,8 @@ def over_steps(depth, of):
     return sum(of(step) * min(1, depth - step) for step in range(math.ceil(depth)))
 
 
-def core_flops(cfg, seq_len, depth, whole):
+def core_flops(cfg, seq_len, depth, share):
     """The loop's blocks: a step's queries see half of those who take it, with kv=share half of all."""
-    share = step_shares(cfg, seq_len, whole)
     keys = lambda step: seq_len / 2 if cfg.kv == "share" else share(step) * seq_len / 2
     made = {"own": 1, "share": 0, "share_k": 0.5, "share_v": 0.5}[cfg.kv]            # of K and V, after step 0
     low = (LoRA if cfg.lora_rank else NoLoRA).flops
@@ -1986,12 +2028,14 @@ def core_flops(cfg, seq_len, depth, whole):
     return over_steps(depth, lambda step: of(step, made if step else 1))
 
 
-def exact_flops(cfg, seq_len, depth):
+def exact_flops(cfg, seq_len, depth, share=None):
+    """share: step -> share of all tokens that takes it; None = what the capacities choose."""
     once, per_step = UPDATES[cfg.update].flops(cfg)
-    share, outer = step_shares(cfg, seq_len, int), (cfg.n_prelude + cfg.n_coda) * block_flops(cfg, seq_len / 2)
+    share, outer = share or step_shares(cfg, seq_len, int), (cfg.n_prelude + cfg.n_coda) * block_flops(cfg, seq_len / 2)
     router_once, router_step = ROUTERS[cfg.router].flops(cfg)
-    scored = over_steps(depth, lambda step: share(max(0, step - 1)) * router_step(step))                # by those who took the step before
-    core = core_flops(cfg, seq_len, depth, int) + over_steps(depth, lambda step: share(step) * per_step)
+    asked = lambda step: share(step - 1) if step else 1.0                        # who took the step before; after a shallow pass's last step too
+    scored = over_steps(min(depth + 1, cfg.n_recur), lambda step: asked(step) * router_step(step))
+    core = core_flops(cfg, seq_len, depth, share) + over_steps(depth, lambda step: share(step) * per_step)
     return outer + core + once + router_once + scored + 2 * cfg.vocab_size * cfg.n_embd
 
 
@@ -2003,7 +2047,7 @@ def grt_flops(cfg, seq_len, depth):
 def paper_flops(cfg, seq_len, depth):
     # F = 2 k (2 d^2 + 2 d d_kv + 3 d ffn) + 2 k m d per layer, d_kv = d, k = round(c S), m = k or S              [MoR, FLOPs]
     wide = replace(cfg, n_kv_head=None)
-    return (cfg.n_prelude + cfg.n_coda) * block_flops(wide, seq_len / 2) + core_flops(wide, seq_len, depth, round)
+    return (cfg.n_prelude + cfg.n_coda) * block_flops(wide, seq_len / 2) + core_flops(wide, seq_len, depth, step_shares(wide, seq_len, round))
 
 
 FLOPS = {"exact": exact_flops, "paper": paper_flops, "grt": grt_flops}

@@ -79,7 +79,8 @@ def run_everything(keys, seen, found):
 
 
 ROUTED = [dict(grt, router=router, kv=kv, **more) for grt in [dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1)] for kv in ("own", "share", "share_k")
-          for router, more in (("expert", {}), ("expert", dict(router_kind="mlp", update="gate")), ("expert", dict(router_choice="random")), ("token", {}))]
+          for router, more in (("expert", {}), ("expert", dict(router_kind="mlp", update="gate")), ("expert", dict(router_choice="random")), ("expert", dict(aux_router=True)),
+                             ("token", {}))]
 
 
 def names_in_model():
