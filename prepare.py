@@ -756,8 +756,9 @@ READS = {"query": "attention_norm", "key": "attention_norm", "value": "attention
 @dataclass
 class WeightsConfig:
     """Conversion of a dense run"""
-    shared: str = key("stepwise", "Where the core's weights come from: stepwise = layers evenly spaced over the loop; average = "
-                      "each block is the mean of the layers that it stands for; lower = the loop's first.", choices=tuple(SHARED))
+    shared: str | None = key(None, "Where the core's weights come from: stepwise = layers evenly spaced over the loop; average = each block "
+                             "is the mean of the layers that it stands for; lower = the loop's first; None = average with lora_rank above 0, "
+                             "else stepwise.", choices=tuple(SHARED))
 
 
 def prefixes(cfg):
@@ -885,7 +886,7 @@ def weights(argv):
     if len(s.words) != 2 or not s.files:
         raise UserError(f"weights takes a dense run and a config file, got {shlex.join(argv[1:]) or 'neither'}; for example: "
                         f"python prepare.py weights out/gpt_tiny config/rrt_tiny.py")
-    shared, folder, path = s.values.pop("shared"), train.wanted_folder(s), train.checkpoint_of(s.words[1])
+    shared, folder, path = s.values.pop("shared") or ("average" if s.lora_rank else "stepwise"), train.wanted_folder(s), train.checkpoint_of(s.words[1])
     if (folder / "ckpt.pt").exists():
         raise UserError(f"{folder} holds a run already; choose another --out_dir=")
     dense = train.load_checkpoint(path)
