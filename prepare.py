@@ -873,7 +873,7 @@ def weights(argv):
     """Starting weights for a recursive model, out of a dense run with as many layers as it executes blocks.
 
     python prepare.py weights out/gpt_tiny config/rrt_tiny.py --out_dir=out/rrt_start
-    python train.py --init_from=out/rrt_start --out_dir=out/rrt_tiny
+    python train.py --init_from=out/rrt_start --out_dir=out/rrt_tiny --learning_rate=6e-4
 
     First and last layers become prelude and coda. Those between share the core's weights, and where lora_rank is above 0
     each step adds to each linear what the shared weights miss, as far as the rank reaches. The folder that is written is
@@ -908,7 +908,8 @@ def weights(argv):
     loss = measure(model, s, kin)
     save_start(folder, s, {"model": state, "val_loss": loss, "model_config": asdict(cfg), **kin, "converted": about})
     print(f"validation {loss:.4f} nats/token; the source, at its {then}\n"
-          f"next: python train.py --init_from={shlex.quote(str(folder))} --out_dir={shlex.quote(f'{folder}_tuned')}")
+          f"next: python train.py --init_from={shlex.quote(str(folder))} --out_dir={shlex.quote(f'{folder}_tuned')} "
+          f"--learning_rate={0.3 * s.learning_rate:.2g}")
 
 
 def save_start(folder, s, state):

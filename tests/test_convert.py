@@ -179,7 +179,9 @@ def checkpoint(folder):
 def test_a_converted_run_with_lora_trains_on_from_the_loss_it_was_given(go, capsys):
     start = checkpoint(go())
     assert start["converted"]["source_step"] == 12 and start["converted"]["shared"] == "average" and start["converted"]["lora_rank"] == 3
-    assert f"validation {start['val_loss']:.4f} nats/token; the source, at its step 12: {checkpoint('out/dense')['val_loss']:.4f}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"validation {start['val_loss']:.4f} nats/token; the source, at its step 12: {checkpoint('out/dense')['val_loss']:.4f}\n" in said
+    assert said.endswith("next: python train.py --init_from=out/start --out_dir=out/start_tuned --learning_rate=0.003\n")
     assert Path("out/start/config.py").read_text().startswith("# Converted from 'out/dense/ckpt.pt', step 12, by prepare.py weights --shared=average\n")
     train.main(["--init_from=out/start", "--out_dir=out/unmoved", "--max_iters=0"])             # with the folder's own config
     assert all(torch.equal(w, start["model"][name]) for name, w in checkpoint("out/unmoved")["model"].items())
