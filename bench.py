@@ -1039,13 +1039,9 @@ def seconds_of(steps):
 def training_flops(cfg, s):
     """Exact FLOPs of the whole run: the depths are drawn again, as training drew them. Backward is two forwards, through as many steps as it
     reaches; routed models at their capacities."""
-    T, draw, at = cfg.block_size, DEPTHS[cfg.depth_sampling], {}
-    tokens, micro = s.batch_size * T, range(s.gradient_accumulation_steps)
-    depths = Counter(draw(cfg, generator(fold_in(s.seed, "shared", step, i))) for step in range(s.max_iters) for i in micro)
-    for depth in depths:
-        back = min(depth, getattr(cfg, "bptt", None) or depth)
-        at[depth] = cfg.flops_per_token(T, depth=depth) + 2 * cfg.flops_per_token(T, depth=back)
-    return tokens * sum(n * at[depth] for depth, n in depths.items())
+    draw, forward = DEPTHS[cfg.depth_sampling], functools.cache(lambda depth: cfg.train_flops_per_token(cfg.block_size, depth))
+    depths = Counter(draw(cfg, generator(fold_in(s.seed, "shared", step, i))) for step in range(s.max_iters) for i in range(s.gradient_accumulation_steps))
+    return s.batch_size * cfg.block_size * sum(n * (forward(depth) + 2 * forward(min(depth, cfg.bptt or depth))) for depth, n in depths.items())
 
 
 # ---- the table
