@@ -416,21 +416,22 @@ def decode_step(model, script, rule, s, device, autocast):
 
 
 def core_pass(cfg, n_rows, s, device, autocast):
-    """The core alone, without a router, at one token in each of n_rows rows, in the middle of the text that is written."""
+    """The core alone, without a router, at one token in each of n_rows rows, in the middle of the text that is written. Steps
+    after the first take turns, so that as many K and V are read as while decoding."""
     model = GPT(cfg.unrouted()).to(device).eval()
     ids_BT = torch.randint(cfg.vocab_size, (n_rows, s.prompt_tokens + s.new_tokens // 2), device=device)
 
     @torch.inference_mode()
     def step():
         with autocast:
-            cache = make_cache(model, *ids_BT.shape, 2)                         # two steps: with shared K/V the first makes them
+            cache = make_cache(model, *ids_BT.shape)
             model.feed(ids_BT[:, :-1], cache)
             h_BTD, e_BTD, who = model.start(ids_BT[:, -1:], cache)
             anchor = model.recursion.update.anchor(e_BTD)
             h_BTD, who = model.recursion.step(h_BTD, anchor, who, 0, Silence(), cache)
             start = clock(device)
-            for _ in range(s.new_tokens - 1):
-                model.recursion.step(h_BTD, anchor, who, 1, Silence(), cache)
+            for i in range(s.new_tokens - 1):
+                model.recursion.step(h_BTD, anchor, who, 1 + i % (cfg.n_recur - 1), Silence(), cache)
             return clock(device) - start, 1.0
 
     return Run(step, 0, n_rows * (s.new_tokens - 1), {"batch_size": n_rows})
