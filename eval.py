@@ -26,10 +26,10 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import FORMS, GPT, NO_CACHES, Silence, as_logit, at_least_fp32, exact_flops, fold_in, generator, steps_taken, topk
+from model import FORMS, GPT, AtEnd, Silence, as_logit, at_least_fp32, exact_flops, fold_in, generator, no_cache, steps_taken, topk
 from sample import load_run, newest_run
 from train import (RouterWatch, Split, agreement, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint,
-                   max_vio, pick_device, write_whole)
+                   max_vio, open_split, pick_device, write_whole)
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
@@ -104,7 +104,7 @@ def open_run(folder, state, s, device, autocast):
     if meta["val"]["tokens"] <= model.cfg.block_size:
         raise UserError(f"the validation split of {dataset!r} holds {meta['val']['tokens']} tokens, and {folder} needs more than its "
                         f"block_size={model.cfg.block_size}; use a larger --dataset=")
-    split = Split(data_dir, dataset, "val", meta, model.cfg.block_size)
+    split = open_split(data_dir, dataset, "val", meta, model.cfg.block_size)
     split.check_ids(model.cfg.vocab_size)
     return Run(folder, model, tokenizer, state, dataset, meta, split, s.batch_size or own["batch_size"], device, autocast)
 
@@ -129,18 +129,18 @@ def exit_depths(cfg):
 
 def features_at(model, ids_BT, depths, routing="causal"):
     """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower."""
-    cfg, cache, noise, done = model.cfg, NO_CACHES[model.cfg.kv](), Silence(), 0
-    h_BTD, e_BTD, outer = model.start(ids_BT, cache, routing=routing)
-    anchor, who = model.recursion.update.anchor(e_BTD), model.recursion.router.enter(e_BTD, outer, cfg.n_recur)
+    cfg, cache, noise, done = model.cfg, no_cache(model.cfg), Silence(), 0
+    e_BTD, outer = model.start(ids_BT, cache, routing=routing)
+    watch, (h_BTD, anchor, who) = AtEnd(model, outer, cache), model.recursion.enter(e_BTD, outer, cfg.n_recur, noise)
     for depth in depths:
         wanted = round(depth * cfg.n_core) if is_plain(cfg) else depth          # blocks, or steps
         for i in range(done, wanted):
             if is_plain(cfg):
                 h_BTD = model.recursion.core[cfg.sharing_rule.block(0, i, cfg)](h_BTD, who.cos, who.sin, cache.core_seat(0, i))
             else:
-                h_BTD, who = model.recursion.step(h_BTD, anchor, who, i, noise, cache)
+                h_BTD, who = model.recursion.step(h_BTD, anchor, who, i, noise, cache, watch)
         done = wanted
-        yield model.finish(h_BTD, outer, cache)
+        yield watch.features(h_BTD)
 
 
 def row_nats(model, x_BTD, targets_BT):
@@ -152,19 +152,18 @@ def row_nats(model, x_BTD, targets_BT):
 
 
 def whole_split(split):
-    """Starts of consecutive windows: every token but the very first is predicted once; the last window may be short."""
-    return range(0, split.n_tokens - 1, split.width - 1)
+    """Starts of windows side by side, over all of the split."""
+    return split.consecutive()
 
 
 def batches(run, starts):
     """(ids, targets) of these windows, batch_size at a time; a window that the end of the data cuts comes alone."""
     starts = [int(start) for start in starts]
-    whole = [start for start in starts if start + run.split.width <= run.split.n_tokens]
+    whole = [start for start in starts if start < run.split.n_windows]
     for i in tqdm(range(0, len(whole), run.batch_size), desc=run.name, disable=None, leave=False):
         yield run.split.batch(whole[i : i + run.batch_size], run.device)
     for start in starts[len(whole) :]:
-        row_1T = torch.from_numpy(run.split.read(start, run.split.width))[None].to(run.device)
-        yield row_1T[:, :-1], row_1T[:, 1:]
+        yield run.split.batch([start], run.device)
 
 
 @torch.no_grad()
@@ -322,8 +321,8 @@ def common_unit(runs):
 
 def training_at(cfg, depth):
     """What training knew of a depth. A model does best where it was trained; elsewhere expect worse."""
-    low = cfg.min_depth if cfg.depth_sampling == "uniform" else cfg.n_recur
-    return "full depth" if depth == cfg.n_recur else "trained" if low <= depth < cfg.n_recur else "never trained"
+    low, high = cfg.trained_depths
+    return "full depth" if depth == cfg.n_recur else "trained" if low <= depth <= high else "never trained"
 
 
 def report_depth(runs, s):
@@ -471,12 +470,13 @@ class Lot:
 def routed_pass(model, ids_BT, choose, threshold):
     """(what the head reads, steps taken (B, T), what routers were asked: see RouterWatch) at full depth, tokens chosen by
     `choose`. Token-choice models choose in one way only."""
-    cache = NO_CACHES[model.cfg.kv]()
+    cache = no_cache(model.cfg)
     with RouterWatch(model) as watch:
-        h_BTD, e_BTD, outer = model.start(ids_BT, cache, threshold=threshold)
-        h_BTD, who = model.recursion(h_BTD, e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache)
+        e_BTD, outer = model.start(ids_BT, cache, threshold=threshold)
+        end = AtEnd(model, outer, cache)
+        h_BTD, who = model.recursion(e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache, end)
     depth_BT = steps_taken(who, ids_BT)
-    return model.finish(h_BTD, outer, cache), depth_BT, watch.asked(depth_BT)
+    return end.features(h_BTD), depth_BT, watch.asked(depth_BT)
 
 
 class Tally:
@@ -571,7 +571,7 @@ def chosen_scores(model, ids_BT, depth_BT, autocast):
     """Token-choice: histogram of the score that each token gives the depth that it chose."""
     router = model.recursion.router
     with autocast:
-        p_BTR = router.score(router.unit(model.start(ids_BT, NO_CACHES[model.cfg.kv]())[1]))
+        p_BTR = router.score(router.unit(model.start(ids_BT, no_cache(model.cfg))[0]))
     p_N = p_BTR.gather(-1, depth_BT[..., None] - 1).flatten()
     return torch.bincount(bins(p_N), minlength=BINS).cpu().numpy()
 

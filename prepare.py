@@ -2,19 +2,24 @@
 
     python prepare.py [SOURCE] [--name=NAME] [--tokenizer=bytes] [--val_fraction=0.05]
     python prepare.py fineweb-edu --tokenizer=gpt2 --max_tokens=1e9 --num_proc=8
+    python prepare.py phop [--hops=4]             # or addition [--digits=4]: made on the spot, where depth has to pay
+    python prepare.py weights out/gpt_tiny config/rrt_tiny.py --out_dir=out/rrt_start    # a dense run becomes a recursive model
 
 SOURCE is `stdlib` (the default: the source code of Python's own library, so nothing is downloaded), a text file, a JSONL
 (.jsonl) or Parquet (.parquet) file, a folder of such files, or a set on the Hugging Face Hub by its short name:
 `shakespeare`, `tinystories`, `openwebtext`, `fineweb-edu`. A short name wins over a file of that name; write ./shakespeare
 for the file. A file is one document, in JSONL a line is one, in Parquet and on the Hub a row; empty ones are left out.
+`phop` and `addition` are synthetic: rows of one length, in which only answers count (a section of this file says how).
 fineweb-edu is SmolLM's corpus, and trains here with GPT-2's vocabulary, as SmolLM's shapes do: tiktoken has none of 49,152.
 A .bin file is nothing but token ids, little-endian uint16 or uint32, with one end-of-text token after each document.
 Documents are packed: a training window may hold several, and they see each other.
 The letters `<|endoftext|>` inside a document are ordinary text, never that token.
+`weights RUN CONFIG` makes starting weights for train.py's --init_from=; its flags are the keys of a config and --shared=.
 """
 import codecs
 import errno
 import hashlib
+import inspect
 import itertools
 import json
 import logging
@@ -31,9 +36,11 @@ import sysconfig
 import tempfile
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -62,6 +69,9 @@ class PrepareConfig:
     field: str = key("text", "Where the text is: a field of JSONL, a column of Parquet or of a set on the Hub.")
     revision: str | None = key(None, "Version of a set on the Hub: a branch, tag or commit; None: what prepare.py names.")
     data_dir: str = key("data", "Where the data sets are.")
+    seed: int = key(0, "phop, addition: all examples follow from it.")
+    hops: int = key(4, "phop: rows ask for 1 to this many hops.")
+    digits: int = key(4, "addition: numbers of 1 to this many digits.")
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------------
@@ -348,6 +358,125 @@ def one_line(error):
     return config.clip(f"{type(error).__name__}: {' '.join(str(error).split())}", 200)
 
 
+# ---- synthetic sets: rows in which only answers count --------------------------------------------------------------
+
+# A token is two bytes: its id below, above it the id of the answer that is asked for once it has been read (0: none is).
+# Rows stand alone and have one length, so a training window is a row. A hash of the example decides its split, so none is
+# in both; validation rows stand in order of difficulty, a group after the other.
+EXAMPLE_TOKENS = 5_000_000  # of both splits, where max_tokens does not say: a few minutes of training on a laptop, once over
+N_LETTERS = 4               # few: each comes again soon, and hops stay short
+ROW = 64                    # tokens
+
+
+class Task(NamedTuple):
+    level: str              # what the groups count, and the key that says how far they go is its plural
+    examples: Callable      # (generator, level, n) -> texts and answers (n, width) as ASCII, 0 = none asked; what decides the split (n)
+
+
+def hop_examples(rng, hops, n):
+    """p-hop induction [Sanford et al. 2024, "Transformers, parallel computation, and logarithmic depth"]: the number of hops, then letters. A hop goes from a letter
+    to its last occurrence before, and one place on; the answer after every letter is where that many hops from it end, and none
+    where they leave the row. "2abcab": from b to the c after the first b; c is not there before. No letter stands beside
+    itself, so a hop always moves."""
+    letters = np.cumsum(rng.integers(1, N_LETTERS, (n, ROW - 1)), axis=1) % N_LETTERS
+    row, last, back = np.arange(n), np.full((n, N_LETTERS), -2), np.empty_like(letters)
+    for i, letter in enumerate(letters.T):
+        back[:, i] = last[row, letter] + 1                                      # -1: never seen before
+        last[row, letter] = i
+    end = np.tile(np.arange(ROW - 1), (n, 1))
+    for _ in range(hops):
+        end = np.where(end < 0, -1, back[row[:, None], end])
+    text = ord("a") + letters
+    answers = np.where(end < 0, 0, text[row[:, None], end])
+    first = np.full((n, 1), ord("0") + hops)
+    return np.hstack([first, text]), np.hstack([0 * first, answers]), letters.astype(np.uint64) @ powers(ROW - 1)
+
+
+def sum_examples(rng, digits, n):
+    """`17+25=240;`: the sum has a digit more than the numbers, and its units come first, because carries come from there: a
+    model that writes from left to right then has seen all that the next digit needs."""
+    pair = rng.integers(0, 10**digits, (2, n))
+    written = lambda number, width: ord("0") + number[:, None] // 10 ** np.arange(width) % 10          # units first
+    sign = lambda mark: np.full((n, 1), ord(mark))
+    total = written(pair.sum(0), digits + 1)
+    text = np.hstack([written(pair[0], digits)[:, ::-1], sign("+"), written(pair[1], digits)[:, ::-1], sign("="), total, sign(";")])
+    answers = np.zeros_like(text)
+    answers[:, -digits - 3 : -2] = total                                        # each asked for one place before it stands there
+    return text, answers, (pair[0] * 10**digits + pair[1]).astype(np.uint64)
+
+
+def powers(n, base=0x9E3779B97F4A7C15):
+    """base ** (1 .. n), modulo 2^64."""
+    return np.cumprod(np.full(n, base, dtype=np.uint64))
+
+
+def places(keys):
+    """place(), of many whole numbers at once (the finish of SplitMix64)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        keys = (keys ^ keys >> np.uint64(shift)) * np.uint64(factor)
+    return keys / 2**64
+
+
+def packed(text, answers):
+    """Rows of ROW tokens, each of as many whole examples as it holds; what is left over of a row is `;`, and asks nothing."""
+    n_each = ROW // text.shape[1]
+    n = len(text) // n_each
+    rows = np.full((n, ROW), ord(";"))
+    rows[:, : n_each * text.shape[1]] = (text + 256 * answers)[: n * n_each].reshape(n, -1)
+    return rows.astype("<u2")
+
+
+TASKS = {"phop": Task("hop", hop_examples), "addition": Task("digit", sum_examples)}
+
+
+class Made:
+    """A synthetic set: TASKS[source] at levels 1 .. most, as many tokens of each."""
+
+    bytes = None
+
+    def __init__(self, source, seed, most):
+        if not 1 <= most <= 9:
+            raise UserError(f"{TASKS[source].level}s={most} is out of range; choose 1 to 9")
+        self.task, self.seed, self.most = TASKS[source], seed, most
+        self.identity = {"made": {"source": source, "seed": seed, f"{self.task.level}s": most, "row": ROW}}
+        self.title = f"{source}: 1 to {most} {self.task.level}s, seed {seed}"
+
+    def write(self, folder, val_fraction, max_tokens):
+        """Both .bin files. Returns their part of meta.json."""
+        rows, n = {split: {} for split in SPLITS}, math.ceil((max_tokens or EXAMPLE_TOKENS) / ROW / self.most)
+        for level in range(1, self.most + 1):
+            text, answers, keys = self.task.examples(np.random.default_rng([self.seed, level]), level, n * self.each(level))
+            is_val = places(keys) < val_fraction
+            for split, chosen in (("train", ~is_val), ("val", is_val)):
+                rows[split][f"{level} {self.task.level}{'s' * (level > 1)}"] = packed(text[chosen], answers[chosen])
+        for split in SPLITS:
+            if short := [name for name, some in rows[split].items() if not len(some)]:
+                raise UserError(f"{self.title}: no {split} row of {short[0]}; give more max_tokens, or a val_fraction nearer to one half")
+        return {"dtype": "uint16", "row": ROW, "groups": {name: len(some) for name, some in rows["val"].items()},
+                **{split: write_rows(folder / f"{split}.bin", np.concatenate([*rows[split].values()])) for split in SPLITS},
+                "baselines": guesses(*(np.concatenate([*rows[split].values()]) for split in SPLITS))}
+
+    def each(self, level):
+        """Examples of a level in a row."""
+        return ROW // self.task.examples(np.random.default_rng(0), level, 1)[0].shape[1]
+
+
+def write_rows(path, rows):
+    raw = rows.tobytes()
+    with open(path, "wb") as file:
+        file.write(raw)
+        sync(file)
+    return {"tokens": rows.size, "documents": len(rows), "bytes": rows.size, "answers": int((rows >> 8 > 0).sum()), "sha256": hashlib.sha256(raw).hexdigest()}
+
+
+def guesses(train, val):
+    """Share of the validation answers that are right without a model: always the commonest answer of training; the commonest
+    after the same token."""
+    train, val = train[train >> 8 > 0], val[val >> 8 > 0]
+    counts = np.bincount(train, minlength=2**16).reshape(256, 256)              # [answer, token]
+    return {"commonest": float((val >> 8 == counts.sum(1).argmax()).mean()), "by token": float((val >> 8 == counts.argmax(0)[val & 255]).mean())}
+
+
 # ---- which document goes where -----------------------------------------------------------------------------------
 
 def place(name):
@@ -527,15 +656,16 @@ def sync(file):
     os.fsync(file.fileno())
 
 
-def make(final, about, encoding, items, num_proc, limits, bar):
-    """Write all in a folder of this process's own, and rename it when it is on the disk. Returns meta.json's contents."""
+def make(final, about, write):
+    """Let write(folder) make all in a folder of this process's own, and rename it when it is on the disk. Returns meta.json's
+    contents."""
     final.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(final.parent)
     work = final.parent / f".{final.name}.tmp-{platform.node()}-{os.getpid()}"
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir()
-        written = write_set(work, encoding, items, num_proc, limits, bar)
+        written = write(work)
         # What was taken of a stream stands for it: a stream is not read twice.
         taken = hashlib.sha256("".join(written[name]["sha256"] for name in SPLITS).encode()).hexdigest()
         meta = {"source_sha256": taken, **about, **written}
@@ -590,7 +720,7 @@ def load_meta(data_dir, name):
     """meta.json of a whole data set as a dict; else a UserError with the command that makes one."""
     check_name(name, "dataset")
     folder = Path(data_dir, name)
-    make_it = "make it with: python prepare.py " + (name if name in ("stdlib", *HUB) else f"SOURCE --name={shlex.quote(name)}")
+    make_it = "make it with: python prepare.py " + (name if name in ("stdlib", *HUB, *TASKS) else f"SOURCE --name={shlex.quote(name)}")
     path = folder / "meta.json"
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
@@ -603,6 +733,8 @@ def load_meta(data_dir, name):
             path = folder / f"{split}.bin"
             if path.stat().st_size != size:
                 raise UserError(f"{path} has {path.stat().st_size} bytes, its meta.json says {size}; {make_it}")
+        if "row" in meta and sum(meta["groups"].values()) * meta["row"] != meta["val"]["tokens"]:
+            raise ValueError("groups and rows do not add up")
         return meta
     except OSError as error:
         others = sorted(other.parent.name for other in Path(data_dir).glob("[!.]*/meta.json") if other.parent != folder)
@@ -612,10 +744,204 @@ def load_meta(data_dir, name):
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {make_it}") from None
 
 
+# ---- starting weights: a dense run becomes a recursive model  [Relaxed Recursive Transformers, Bae et al. 2024] --------
+
+# (core block, how many there are, the block that stands for each of the loop's layers) -> the layers whose mean it is.
+SHARED = {"stepwise": lambda b, n, plan: [round(b * (len(plan) - 1) / max(1, n - 1))],      # the first and the last among them
+          "average": lambda b, n, plan: [i for i, block in enumerate(plan) if block == b],
+          "lower": lambda b, n, plan: [b]}
+READS = {"query": "attention_norm", "key": "attention_norm", "value": "attention_norm", "gate": "mlp_norm", "up": "mlp_norm"}
+
+
+@dataclass
+class WeightsConfig:
+    """Conversion of a dense run"""
+    shared: str = key("stepwise", "Where the core's weights come from: stepwise = layers evenly spaced over the loop; average = "
+                      "each block is the mean of the layers that it stands for; lower = the loop's first.", choices=tuple(SHARED))
+
+
+def prefixes(cfg):
+    """Of the weights of every block, in the order in which a token first meets them."""
+    parts = ("prelude", cfg.n_prelude), ("recursion.core", cfg.n_core), ("coda", cfg.n_coda)
+    return [f"{part}.{i}." for part, n in parts for i in range(n)]
+
+
+def folded(block):
+    """The same function with norms that only normalise: W (g n + b) + c = (W diag g) n + (W b + c). What differs between two
+    layers is then linears alone, which is what low-rank additions reach."""
+    new = dict(block)
+    for name, W in block.items():
+        linear, _, kind = name.rpartition(".")
+        norm = READS.get(linear.rpartition(".")[2])
+        if norm and kind == "weight":
+            new[name], new[f"{norm}.weight"] = W * block[f"{norm}.weight"], block[f"{norm}.weight"].new_ones(W.size(1))
+            if f"{norm}.bias" in block:
+                new[f"{linear}.bias"] = block[f"{linear}.bias"] + W @ block[f"{norm}.bias"]
+                new[f"{norm}.bias"] = block[f"{norm}.bias"].new_zeros(W.size(1))
+    return new
+
+
+def mean(blocks):
+    return {name: sum(block[name] for block in blocks) / len(blocks) for name in blocks[0]}
+
+
+def matrices(block):
+    """{name of its addition: matrix (out, in)} of a block; query, key and value are one."""
+    import torch
+    own = {name.split(".")[-2]: W for name, W in block.items() if W.dim() == 2}
+    return {"qkv": torch.cat([own.pop(name) for name in ("query", "key", "value")]), **own}
+
+
+def low_rank(residual, A, rank):
+    """(A, B, singular values): B A is the nearest to `residual` of its rank, B = U S and A = V^T. Where nothing is left to
+    add, B is 0 and A stays as it was given, so that it can learn."""
+    import torch
+    U, S, V = torch.linalg.svd(residual, full_matrices=False)
+    n = min(rank, int((S > 0).sum()))
+    A, B = A.clone(), residual.new_zeros(len(residual), rank)
+    A[:n], B[:, :n] = V[:n], U[:, :n] * S[:n]
+    return A, B, S
+
+
+def convert(dense, there, start, cfg, shared):
+    """(state, kept): the state dict of a recursive model (config cfg) that does what a dense one does (dense, config there), as
+    far as its additions reach. What no layer gives stays as in `start`, the state dict of the model when it is new.
+
+    kept: {addition: for each step the share of the squared norm of W_layer - W_shared that it holds; None: nothing to add}"""
+    from model import block_table
+    layers = [{name.removeprefix(prefix): w for name, w in dense.items() if name.startswith(prefix)} for prefix in prefixes(there)]
+    plan = [block for row in block_table(cfg) for block in row]
+    prelude, loop, coda = layers[:cfg.n_prelude], layers[cfg.n_prelude:][:len(plan)], layers[cfg.n_prelude + len(plan):]
+    loop = [folded(layer) for layer in loop]
+    core = [mean([loop[i] for i in SHARED[shared](b, cfg.n_core, plan)]) for b in range(cfg.n_core)]
+    state = {**start, **{name: w for name, w in dense.items() if name in start and not name.startswith(tuple(prefixes(there)))}}
+    for prefix, block in zip(prefixes(cfg), [*prelude, *core, *coda]):
+        state |= {prefix + name: w for name, w in block.items()}
+    added, kept = additions(loop, [core[b] for b in plan], start, cfg)
+    return {**state, **added}, kept
+
+
+def additions(layers, blocks, start, cfg):
+    """convert()'s low-rank part: what turns each of `blocks`, in the order in which they are run, into its layer."""
+    new = {name: w.clone() for name, w in start.items() if name.startswith("recursion.lora.")}
+    norms = {}                          # of an addition, for each step: [squared norm that is kept, all of it]
+    for i, (layer, block) in enumerate(zip(tqdm(layers if new else [], unit="block", disable=None), blocks)):
+        (step, j), common = divmod(i, cfg.n_core), matrices(block)
+        for name, W in matrices(layer).items():
+            A, B = new[f"recursion.lora.down.{j}.{name}"], new[f"recursion.lora.up.{j}.{name}"]
+            A[step], B[step], S = low_rank(W - common[name], A[step], cfg.lora_rank)
+            squares, so_far = S.double().square(), norms.setdefault(name, [[0.0, 0.0] for _ in range(cfg.n_recur)])[step]
+            so_far[:] = so_far[0] + float(squares[:cfg.lora_rank].sum()), so_far[1] + float(squares.sum())
+    return new, {name: [part / whole if whole else None for part, whole in steps] for name, steps in norms.items()}
+
+
+def check_pair(path, there, cfg, origins):
+    """Refuse a source (its config: there) and a config between which no rank would give an exact conversion."""
+    plain = {"update": "replace", "router": "none", "kv": "own", "sandwich_norm": False, "loop_norm": False}
+    if there.n_recur != 1 or any(getattr(there, name) != only for name, only in plain.items()):
+        raise UserError(f"{path} is no dense run: {there.layout}, update={there.update!r}, router={there.router!r}; give one with n_recur=1")
+    for name, only in plain.items():
+        if getattr(cfg, name) != only:
+            raise UserError(f"{origins[name]}: {name}={getattr(cfg, name)!r} is more than a dense run can start; convert with {name}={only!r}")
+    n, executed = there.executed_blocks(), cfg.executed_blocks()
+    if executed != n:
+        raise UserError(f"{path} has {n} layers, and {cfg.layout} executes {executed} blocks; choose n_prelude + n_core x n_recur + n_coda = {n}")
+    shape = lambda cfg: {**{name: getattr(cfg, name) for name in ("block", "n_embd", "n_head", "vocab_size", "block_size", "bias", "norm_eps")},
+                         "n_kv_head": cfg.kv_heads, "n_ffn": cfg.ffn_width, "rope_theta": cfg.block == "llama" and cfg.rope_theta}
+    for (name, value), found in zip(shape(cfg).items(), shape(there).values()):
+        if value != found:
+            raise UserError(f"{origins[name]}: {name}={value!r}, but {path} has {found!r}; give the same")
+
+
+def measure(model, s, state):
+    """The validation loss, as train.py takes it; nan, and a note, where the data are not here."""
+    import train
+    try:
+        meta = load_meta(s.data_dir, s.dataset)
+        train.check_tokenizer(state, meta, s)
+        split = train.Split(s.data_dir, s.dataset, "val", meta, model.cfg.block_size)
+    except UserError as error:
+        print(f"note: no validation loss: {error}", file=sys.stderr)
+        return math.nan
+    device, _, autocast = train.pick_device(s)
+    starts, full = train.fixed_windows(split, s.eval_tokens), model.cfg.n_recur
+    return train.evaluate(model.to(device), split, starts, [full], s.batch_size, device, autocast)[full]
+
+
+def weights(argv):
+    """Starting weights for a recursive model, out of a dense run with as many layers as it executes blocks.
+
+    python prepare.py weights out/gpt_tiny config/rrt_tiny.py --out_dir=out/rrt_start
+    python train.py --init_from=out/rrt_start --out_dir=out/rrt_tiny
+
+    First and last layers become prelude and coda. Those between share the core's weights, and where lora_rank is above 0
+    each step adds to each linear what the shared weights miss, as far as the rank reaches. The folder that is written is
+    a run's: train.py starts from it, sample.py and eval.py read it."""
+    import torch
+    import train
+    from model import GPT, GPTConfig
+    s = config.parse(argv, [GPTConfig, train.TrainConfig, WeightsConfig], inspect.getdoc(weights), words=("weights RUN", 2))
+    train.check_ranges(s, train.RANGES)
+    if len(s.words) != 2 or not s.files:
+        raise UserError(f"weights takes a dense run and a config file, got {shlex.join(argv[1:]) or 'neither'}; for example: "
+                        f"python prepare.py weights out/gpt_tiny config/rrt_tiny.py")
+    shared, folder, path = s.values.pop("shared"), train.wanted_folder(s), train.checkpoint_of(s.words[1])
+    if (folder / "ckpt.pt").exists():
+        raise UserError(f"{folder} holds a run already; choose another --out_dir=")
+    dense = train.load_checkpoint(path)
+    with train.fitting(path):
+        there, step, then = GPTConfig(**dense["model_config"]), dense["step"], f"step {dense.get('val_step', dense['step'])}: {dense['val_loss']:.4f}"
+        kin = {name: dense[name] for name in ("tokenizer", "fingerprint")}
+        for name, value in {"vocab_size": there.vocab_size, **{name: dense["settings"][name] for name in ("dataset", "data_dir")}}.items():
+            if s.origins[name] == "default":
+                s.values[name], s.origins[name] = value, ascii(str(path))
+    cfg = s.build(GPTConfig)
+    check_pair(path, there, cfg, s.origins)
+    torch.manual_seed(s.seed)
+    model = GPT(cfg)
+    with train.fitting(path):
+        state, kept = convert(dense["model"], there, model.state_dict(), cfg, shared)
+        model.load_state_dict(state)
+    about = {"source": str(path), "source_step": step, "shared": shared, "lora_rank": cfg.lora_rank, "kept": kept}
+    print(conversion(about, there, cfg))
+    loss = measure(model, s, kin)
+    save_start(folder, s, {"model": state, "val_loss": loss, "model_config": asdict(cfg), **kin, "converted": about})
+    print(f"validation {loss:.4f} nats/token; the source, at its {then}\n"
+          f"next: python train.py --init_from={shlex.quote(str(folder))} --out_dir={shlex.quote(f'{folder}_tuned')}")
+
+
+def save_start(folder, s, state):
+    """A run's folder that stands at step 0, without an optimizer."""
+    import torch
+    import train
+    about, lock = state["converted"], train.hold(folder)
+    if not lock:
+        raise UserError(f"another process is at work in {folder}; choose another --out_dir=")
+    with lock:
+        train.save_checkpoint(folder / "ckpt.pt", {"format": train.FORMAT, "step": 0, "val_step": 0, "settings": dict(s.values), "commit": train.commit(),
+                                                   "torch": str(torch.__version__), **state})
+        head = f"# Converted from {ascii(about['source'])}, step {about['source_step']}, by prepare.py weights --shared={about['shared']}\n"
+        train.write_whole(folder / "config.py", lambda file: file.write((head + s.dump()).encode("utf-8")))
+
+
+def conversion(about, there, cfg):
+    """A page about a conversion."""
+    lines = [f"{about['source']}, step {about['source_step']}: {there.layout}, {there.n_params():,} parameters, as {cfg.layout}, {cfg.n_params():,}; "
+             f"core blocks: {about['shared']}, lora_rank {cfg.lora_rank}"]
+    if cfg.lora_rank:
+        lines += [f"share of the squared norm of W_layer - W_shared that rank {cfg.lora_rank} keeps (- where they are equal)",
+                  f"{'step':>6}" + "".join(f"{name:>9}" for name in about["kept"])]
+        lines += [f"{step:6}" + "".join(f"{'-' if share is None else f'{share:.3f}':>9}" for share in row)
+                  for step, row in enumerate(zip(*about["kept"].values()))]
+    if cfg.bias:
+        lines.append("note: biases have no additions: the steps share them, so that no rank makes the two models equal")
+    return "\n".join(lines)
+
+
 # ---- all of it ---------------------------------------------------------------------------------------------------
 
 def prepare(source="stdlib", name=None, tokenizer="bytes", val_fraction=0.05, num_proc=1, field="text", data_dir="data",
-            max_tokens=None, revision=None, quiet=False):
+            max_tokens=None, revision=None, seed=0, hops=4, digits=4, quiet=False):
     """Make a data set unless it is there already. Returns its folder."""
     path, say = Path(source), (lambda line: None) if quiet else print
     name = name or (path.stem if path.is_file() else path.resolve().name)
@@ -623,7 +949,11 @@ def prepare(source="stdlib", name=None, tokenizer="bytes", val_fraction=0.05, nu
     final = Path(data_dir, name)
     try:
         check_settings(final, source, val_fraction, num_proc, max_tokens, revision)
-        origin = HubSet(source, revision) if source in HUB else Files(str(source), data_dir)
+        check_task(source, tokenizer, seed=seed, hops=hops, digits=digits)
+        if source in TASKS:
+            origin = Made(source, seed, {"phop": hops, "addition": digits}[source])
+        else:
+            origin = HubSet(source, revision) if source in HUB else Files(str(source), data_dir)
         encoding = get_tokenizer(tokenizer)
         wanted = {"format": FORMAT, **origin.identity, "fingerprint": fingerprint(encoding),
                   "settings": {"val_fraction": val_fraction, "field": field, "max_tokens": max_tokens}}
@@ -631,14 +961,16 @@ def prepare(source="stdlib", name=None, tokenizer="bytes", val_fraction=0.05, nu
         if changed == []:
             say(f"{final} is up to date: same text, tokenizer and settings")
             return final
-        items = labelled(origin.documents(field), val_fraction, origin.title)
-        items = itertools.chain([next(items)], items)       # what fails at once, fails before there is a folder
+        if source not in TASKS:
+            items = labelled(origin.documents(field), val_fraction, origin.title)
+            items = itertools.chain([next(items)], items)       # what fails at once, fails before there is a folder
         say(f"{origin.title}{'; changed: ' + ', '.join(changed) if changed else ''}")
         about = {**wanted, "source": str(source), "tokenizer": tokenizer, "vocab_size": encoding.n_vocab,
                  "eot": encoding.eot_token, "python": platform.python_version()}
         with tqdm(total=max_tokens or origin.bytes, unit="tok" if max_tokens else "B", unit_scale=True,
                   disable=quiet or None) as bar:            # None: only on a terminal
-            meta = make(final, about, encoding, items, num_proc, shares(max_tokens, val_fraction), bar)
+            meta = make(final, about, lambda folder: origin.write(folder, val_fraction, max_tokens) if source in TASKS else
+                        write_set(folder, encoding, items, num_proc, shares(max_tokens, val_fraction), bar))
     except OSError as error:
         raise UserError(f"{error.filename or final}: {error.strerror or error}; no data set was made") from None
     say(summary(final, meta))
@@ -664,6 +996,19 @@ def check_settings(final, source, val_fraction, num_proc, max_tokens, revision):
                         "choose another --name")
 
 
+def check_task(source, tokenizer, **of_tasks):
+    """Refuse keys that mean nothing for this source."""
+    default = {field.name: field.default for field in fields(PrepareConfig)}
+    for name, value in of_tasks.items():
+        users = [task for task in TASKS if name in ("seed", TASKS[task].level + "s")]
+        if value != default[name] and source not in users:
+            raise UserError(f"{name}={value} means nothing to {source}; it belongs to {' and '.join(users)}")
+    if source in TASKS and tokenizer != "bytes":
+        raise UserError(f"tokenizer={tokenizer!r}: {source} is made of single characters; leave it out")
+    if of_tasks["seed"] < 0:
+        raise UserError(f"seed={of_tasks['seed']} is negative; choose 0 or more")
+
+
 def changes(data_dir, name, wanted):
     """What differs between the data set that is there and the wanted one; None if there is no whole one."""
     try:
@@ -679,12 +1024,15 @@ def summary(final, meta):
     for split in SPLITS:
         m = meta[split]
         lines.append(f"{split:5}{m['documents']:12,}{m['bytes']:16,}{m['tokens']:16,}{m['bytes'] / m['tokens']:13.3f}")
-    lines.append("bits per byte of val, no model: " + ", ".join(f"{k} {v:.3f}" for k, v in meta["baselines"].items()))
+    what = "bits per byte of val, no model: " if "row" not in meta else f"share of {meta['val']['answers']:,} val answers right, no model: "
+    lines.append(what + ", ".join(f"{k} {v:.3f}" for k, v in meta["baselines"].items()))
     where = "" if str(final.parent) == "data" else f" --data_dir={shlex.quote(str(final.parent))}"
     return "\n".join(lines + [f"next: python train.py --dataset={shlex.quote(final.name)}{where}"])
 
 
 def main(argv):
+    if argv[:1] == ["weights"]:
+        return weights(argv)
     settings = config.parse(argv, [PrepareConfig], __doc__, words=("[SOURCE]", 1))
     if len(settings.words) > 1:
         raise UserError(f"one SOURCE at a time, got {' and '.join(settings.words)}")

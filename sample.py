@@ -84,9 +84,9 @@ def depth_meaning(cfg, depth):
     if cfg.n_recur == 1:
         return "no recursion"
     depth = cfg.n_recur if depth is None else depth
-    low = cfg.min_depth if cfg.depth_sampling == "uniform" else cfg.n_recur
+    low, high = cfg.trained_depths
     trained = f"trained at {low} to {cfg.n_recur}" if low < cfg.n_recur else f"trained at {cfg.n_recur}"
-    beyond = "; beyond the trained depth: expect worse" if depth > cfg.n_recur else "; never trained at this depth: expect worse" if depth < low else ""
+    beyond = "; beyond the trained depth: expect worse" if depth > high else "; never trained at this depth: expect worse" if depth < low else ""
     return f"depth {depth} ({trained}{beyond})"
 
 

@@ -49,7 +49,7 @@ class TrainConfig:
     """Training: data, optimizer, schedule, evaluation"""
     out_dir: str | None = key(None, "the run's own folder; None = out/<name of the last config file>")
     init_from: str = key("scratch", "scratch; resume: continue the run in out_dir; or a checkpoint whose weights a new run starts from")
-    dataset: str = key("stdlib", "name of a data set that prepare.py made; stdlib is made on first use")
+    dataset: str = key("stdlib", "name of a data set that prepare.py made; stdlib, phop and addition are made on first use")
     data_dir: str = key("data", "folder of the data sets")
     vocab_size: int | None = key(None, "rows of the token table; None = the data's, rounded up to a multiple of 64")
     seed: int = key(1337, "everything random follows from it")
@@ -128,6 +128,10 @@ class Split:
             rows = rows.pin_memory().to(device, non_blocking=True)
         return rows[:, :-1].to(device), rows[:, 1:].to(device)
 
+    def consecutive(self):
+        """Starts of windows side by side: every token but the very first is predicted once; the last window may be cut."""
+        return range(0, self.n_tokens - 1, self.width - 1)
+
     def check_ids(self, vocab_size, most=2**28):
         """An id outside the table is an unreadable error on a GPU: look before training (at up to `most` tokens)."""
         chunk = 2**22
@@ -135,6 +139,38 @@ class Split:
         top = max(int(self.read(int(s), chunk).max()) for s in starts)
         if top >= vocab_size:
             raise UserError(f"{self.path} holds token id {top}, but vocab_size={vocab_size}; the set does not fit the model")
+
+
+class Rows(Split):
+    """A synthetic set: a window is a row, and the answers that it asks for are all that counts (prepare.py says how they are
+    stored). groups: {name: rows}, in order, of a validation split."""
+
+    def __init__(self, data_dir, name, split, meta, block_size):
+        super().__init__(data_dir, name, split, meta, meta["row"])
+        if block_size < meta["row"]:
+            raise UserError(f"block_size={block_size} is shorter than a row of {name}; use --block_size={meta['row']}")
+        self.n_windows, self.groups = self.n_tokens // meta["row"], meta["groups"]
+
+    def read(self, start, count):
+        return super().read(start, count) & 255
+
+    def batch(self, starts, device="cpu"):
+        """(ids, targets), each (B, row), of the rows of these numbers: targets are the answers, -100 where none is asked."""
+        row = self.width - 1
+        pairs_BT = torch.from_numpy(np.stack([Split.read(self, int(s) * row, row) for s in starts])).to(device)
+        answer_BT = pairs_BT >> 8
+        return pairs_BT & 255, answer_BT.masked_fill(answer_BT == 0, -100)
+
+    def consecutive(self):
+        return range(self.n_windows)
+
+    def group_of(self, starts):
+        """The number of the group that each of these rows belongs to."""
+        return torch.bucketize(torch.as_tensor(starts), torch.tensor([*self.groups.values()]).cumsum(0), right=True)
+
+
+def open_split(data_dir, name, split, meta, block_size):
+    return (Rows if "row" in meta else Split)(data_dir, name, split, meta, block_size)
 
 
 def get_batch(split, batch_size, seed, device="cpu"):
@@ -369,14 +405,14 @@ def want_compile(choice, device):
         return False
 
 
-def count_depths(depth_BT, n_recur):
-    """How many tokens took 0, 1 ... n_recur steps, without waiting for the device."""
-    depth_N = depth_BT.flatten()
-    return torch.zeros(n_recur + 1, dtype=torch.long, device=depth_N.device).index_add_(0, depth_N, torch.ones_like(depth_N))
+def count_depths(depth_BT, most):
+    """How many tokens took 0, 1 ... `most` steps (more count as that), without waiting for the device."""
+    depth_N = depth_BT.flatten().clamp(max=most)
+    return torch.zeros(most + 1, dtype=torch.long, device=depth_N.device).index_add_(0, depth_N, torch.ones_like(depth_N))
 
 
-def step_gradients(net, batches, seeds, autocast, world=ALONE, n_recur=None):
-    """Accumulate the gradient of one optimizer step; returns (mean loss, how many tokens of all processes took 0 .. n_recur
+def step_gradients(net, batches, seeds, autocast, world=ALONE, most=None):
+    """Accumulate the gradient of one optimizer step; returns (mean loss, how many tokens of all processes took 0 .. `most`
     steps; None: not counted). Each micro-batch weighs as much as the targets that count in it, so the update does not
     depend on how a batch is cut, into micro-batches or over processes."""
     counts = [(targets_BT != -100).sum() for _, targets_BT in batches]          # tensors: no waiting for the device here
@@ -389,8 +425,8 @@ def step_gradients(net, batches, seeds, autocast, world=ALONE, n_recur=None):
             out = net(ids_BT, targets_BT, seed=seed)
         (out.loss * (count / total * world.size)).backward()  # the exchange takes the mean over processes
         loss = loss + out.loss.detach() * (count / total)
-        load = load if n_recur is None else load + count_depths(out.depth_BT, n_recur)
-    return world.sum(loss), None if n_recur is None else world.sum(load)
+        load = load if most is None else load + count_depths(out.depth_BT, most)
+    return world.sum(loss), None if most is None else world.sum(load)
 
 
 def clip_gradients(model, grad_clip):
@@ -438,11 +474,12 @@ class RouterWatch:
 
 
 @torch.no_grad()
-def evaluate(model, split, starts, depths, batch_size, device, autocast=contextlib.nullcontext(), world=ALONE, routing=None, look=None):
+def evaluate(model, split, starts, depths, batch_size, device, autocast=contextlib.nullcontext(), world=ALONE, routing=None, look=None, mark=None):
     """{depth: mean cross-entropy in nats per token} over fixed windows; plain, deterministic, noise off.
 
-    routing: as the model takes it. look: called with depth_BT of each full-depth pass and how many of its rows count."""
-    was_training, sums, R = model.training, torch.zeros(len(depths), dtype=torch.float64), model.cfg.n_recur
+    routing: as the model takes it. look: called with depth_BT of each full-depth pass and how many of its rows count.
+    mark: called with each pass's depth, windows, logits and targets."""
+    was_training, sums, R = model.training, torch.zeros(len(depths) + 1, dtype=torch.float64), model.cfg.n_recur
     # Who goes on is data here, and each number of tokens would be a graph of its own.
     stance = contextlib.nullcontext() if model.cfg.router == "none" else torch.compiler.set_stance("force_eager")
     model.eval()
@@ -451,14 +488,46 @@ def evaluate(model, split, starts, depths, batch_size, device, autocast=contextl
         ids_BT, targets_BT = split.batch([*mine, *starts[:1].expand(min(batch_size, len(starts)) - len(mine))], device)
         targets_BT = targets_BT.clone()
         targets_BT[len(mine) :] = -100                        # filled up, so that every call has the same shape: one graph
+        n_targets = int((targets_BT != -100).sum())
+        sums[-1] += n_targets
         for k, depth in enumerate(depths):
             with autocast, stance:
                 out = model(ids_BT, targets_BT, depth=depth, routing=routing)
-            sums[k] += out.losses["ce"].item() * len(mine)
+            sums[k] += out.losses["ce"].item() * n_targets
             if look and depth == R:
                 look(out.depth_BT, len(mine))
+            if mark:
+                mark(depth, mine, out.logits[: len(mine)], targets_BT[: len(mine)])
     model.train(was_training)
-    return dict(zip(depths, (world.sum(sums) / len(starts)).tolist()))
+    *sums, n_targets = world.sum(sums).tolist()
+    return {depth: nats / n_targets for depth, nats in zip(depths, sums)}
+
+
+class Marks:
+    """Right answers of a synthetic set by depth and by group, counted over batches, then over processes."""
+
+    def __init__(self, split, depths):
+        self.split, self.depths = split, depths
+        self.right, self.asked = torch.zeros(2, len(depths), len(split.groups), dtype=torch.float64)
+
+    def __call__(self, depth, starts, logits_BTV, targets_BT):
+        k, group_B = self.depths.index(depth), self.split.group_of(starts)
+        self.right[k].index_add_(0, group_B, (logits_BTV.argmax(-1) == targets_BT).sum(1).double().cpu())
+        self.asked[k].index_add_(0, group_B, (targets_BT != -100).sum(1).double().cpu())
+
+    def numbers(self, world):
+        """Shares of right answers: at the last depth in all and by group (of rows that were looked at), and by depth."""
+        right, asked = world.sum(self.right), world.sum(self.asked)
+        groups = {name: r / n for name, r, n in zip(self.split.groups, right[-1].tolist(), asked[-1].tolist()) if n}
+        by_depth = dict(zip(self.depths, (right.sum(1) / asked.sum(1)).tolist()))
+        return {"accuracy": by_depth[self.depths[-1]], "accuracy_by_group": groups, "accuracy_by_depth": by_depth}
+
+
+def answers_line(numbers):
+    """The same numbers in words."""
+    shares = lambda by: "  ".join(f"{name}: {share:.3f}" for name, share in by.items())
+    depths = f" | by depth {shares(numbers['accuracy_by_depth'])}" if len(numbers["accuracy_by_depth"]) > 1 else ""
+    return f"right answers {numbers['accuracy']:.3f} | {shares(numbers['accuracy_by_group'])}{depths}"
 
 
 def eval_depths(cfg):
@@ -720,7 +789,9 @@ def check_resume(state, cfg, meta, settings):
             print(f"resume: {name} was {state['settings'][name]!r}, now {value!r}")
 
 
-SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "n_prelude", "n_core", "n_coda", "update", "router")
+SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "n_prelude", "n_core", "n_coda", "update", "router", "lora_rank",
+              "sandwich_norm", "loop_norm", "loss")
+LORA_KEYS = ("n_recur",)                                                                          # where steps have additions of their own
 ROUTER_KEYS = ("n_recur", "router_kind", "router_width", "aux_router", "router_balance")         # where there is a router
 AUX_KEYS = ("capacity",)                                                                          # aux routers are where it is below 1
 # None has a meaning, and the tensors are that of what is meant.
@@ -731,11 +802,13 @@ MEANINGS = {"n_kv_head": lambda cfg: cfg.kv_heads, "n_ffn": lambda cfg: cfg.ffn_
 def check_start(state, cfg, meta, settings):
     """A new run from another's weights: its tensors have to fit; depth, noise and a shorter context may differ."""
     there = GPTConfig(**state["model_config"])                # an older checkpoint lacks newer keys, which had no other value
-    for name in SHAPE_KEYS + ROUTER_KEYS * (cfg.router != "none") + AUX_KEYS * cfg.aux_router:
+    unrolled = there.n_recur == 1 < cfg.n_recur               # a dense run for a recursive model
+    advice = f", or convert it first: python prepare.py weights {shlex.quote(settings.init_from)} CONFIG" if unrolled else ""
+    for name in SHAPE_KEYS + LORA_KEYS * (cfg.lora_rank > 0) + ROUTER_KEYS * (cfg.router != "none") + AUX_KEYS * cfg.aux_router:
         meant = MEANINGS.get(name, lambda cfg, name=name: getattr(cfg, name))
         if meant(there) != meant(cfg):
             raise UserError(f"init_from={settings.init_from!r}: {name} is {getattr(there, name)!r} there and {getattr(cfg, name)!r} here; "
-                            f"give the model keys of that run")
+                            f"give the model keys of that run{advice}")
     if cfg.block == "gpt2" and cfg.block_size > state["model_config"]["block_size"]:
         raise UserError(f"init_from={settings.init_from!r}: block_size={cfg.block_size} needs positions that it never learned; it has "
                         f"{state['model_config']['block_size']}")
@@ -837,8 +910,7 @@ def human(seconds):
 def estimate_seconds(model, settings, device, autocast, first_step, n_processes=1, compiled=False):
     """Time for the rest of the run, from a timed forward and backward of a few rows, scaled by counted FLOPs."""
     cfg, T = model.cfg, model.cfg.block_size
-    flops = lambda depth: cfg.flops_per_token(T, depth=depth)
-    trained_depth = (cfg.min_depth + cfg.n_recur) / 2 if cfg.depth_sampling == "uniform" else cfg.n_recur
+    flops, train_flops = lambda depth: cfg.flops_per_token(T, depth=depth), lambda depth: cfg.train_flops_per_token(T, depth)
     whole = settings.batch_size * T                           # compiled code is made once, for the shape of training
     tokens = whole if compiled else int(min(whole, max(64, 1e11 / flops(cfg.n_recur))))
     B, T_timed = max(1, tokens // T), min(T, tokens)
@@ -851,9 +923,9 @@ def estimate_seconds(model, settings, device, autocast, first_step, n_processes=
         model.zero_grad(set_to_none=True)
         loss.item()                                           # waits for the device
         seconds = time.perf_counter() - start
-    per_token = seconds / ids_BT.numel() / flops(cfg.n_recur)
+    per_token = seconds / ids_BT.numel() / train_flops(cfg.n_recur)
     steps = max(0, settings.max_iters - first_step)
-    trained = steps * settings.batch_size * settings.gradient_accumulation_steps * T * flops(trained_depth) / n_processes
+    trained = steps * settings.batch_size * settings.gradient_accumulation_steps * T * train_flops(None) / n_processes
     n_evals = 1 + (steps // settings.eval_interval if settings.eval_interval > 0 else 0)
     passes = eval_depths(cfg) + [cfg.n_recur] * (cfg.router == "expert")         # once more with top-k
     evaluated = n_evals * settings.eval_tokens * sum(map(flops, passes)) / 3 / n_processes
@@ -867,23 +939,30 @@ def start_page(settings, cfg, meta, folder, device, dtype, compiled, world):
     width = max(map(len, changed), default=0)
     lines = [f"  {name:<{width}} = {value!r:<12} {settings.origins[name]}" for name, value in changed.items()]
     lines += [f"  ({len(settings.values) - len(changed)} more keys at their defaults: {folder / 'config.py'})"]
-    baselines = "   ".join(f"{name} {bits:.3f}" for name, bits in meta["baselines"].items())
+    baselines = "   ".join(f"{name} {value:.3f}" for name, value in meta["baselines"].items())
+    of = "bits per byte on validation text" if "row" not in meta else "share of the validation answers right"
     gate = f" update={cfg.update}" + (f" (gate bias {cfg.gate_bias:+g})" if cfg.update == "gate" else "")
     several = f"; {world.size} processes ({settings.parallel}), {A // world.size} micro-batches each" if world.size > 1 else ""
     lines += [f"data       {settings.dataset}: " + ", ".join(f"{meta[split]['tokens']:,} {split} tokens" for split in prepare.SPLITS)
               + f", tokenizer {meta['tokenizer']} {meta['fingerprint']}, vocabulary {meta['vocab_size']} (model {cfg.vocab_size})",
-              f"baselines  {baselines}   bits per byte on validation text",
+              f"baselines  {baselines}   {of}",
               f"model      {cfg.layout} {cfg.block}{gate}: {cfg.n_params():,} unique parameters, {cfg.executed_blocks()} blocks "
               f"executed from {cfg.n_prelude + cfg.n_core + cfg.n_coda}",
               *router_lines(cfg, settings),
-              f"depth      training {cfg.depth_sampling}" + (f" {cfg.min_depth}..{cfg.n_recur}" if cfg.depth_sampling == "uniform" else f" {cfg.n_recur}")
-              + f", evaluation {', '.join(map(str, eval_depths(cfg)))}",
+              f"depth      training {depth_words(cfg)}, evaluation {', '.join(map(str, eval_depths(cfg)))}",
               f"step       {B} rows x {T} tokens x {A} accumulation = {B * T * A:,} tokens; {settings.max_iters:,} steps = "
               f"{B * T * A * settings.max_iters / 1e6:,.2f}M tokens" + several,
               f"machine    {device} {dtype}{' compiled' if compiled else ''}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"Python {platform.python_version()}, commit {commit()}",
               f"folder     {folder}"]
     return "\n".join(lines + [f"note: {sentence}" for sentence in cfg.unused() + unused(settings, meta, world)])
+
+
+def depth_words(cfg):
+    """How deep training goes, and what it supervises and learns from, in words."""
+    drawn = {"uniform": f"uniform {cfg.min_depth}..{cfg.n_recur}", "poisson": f"poisson, {cfg.mean_depth:g} on average"}
+    return (drawn.get(cfg.depth_sampling, f"fixed {cfg.n_recur}") + (f", gradients through the last {cfg.bptt}" if cfg.bptt else "")
+            + ", every step supervised" * (cfg.loss == "every"))
 
 
 def router_lines(cfg, s):
@@ -924,16 +1003,25 @@ def unused(s, meta, world):
 def load_data(settings):
     """(meta, train split, validation split, model config): everything about the data is checked here."""
     meta = prepare.load_meta(settings.data_dir, settings.dataset)
+    if "row" in meta:
+        fit_rows(settings, meta)
     cfg = settings.build(GPTConfig, vocab_size=padded_vocab(settings.vocab_size, meta))
-    splits = [Split(settings.data_dir, settings.dataset, name, meta, cfg.block_size) for name in ("train", "val")]
+    splits = [open_split(settings.data_dir, settings.dataset, name, meta, cfg.block_size) for name in ("train", "val")]
     for split in splits:
         split.check_ids(cfg.vocab_size)
     return meta, *splits, cfg
 
 
+def fit_rows(settings, meta):
+    """A synthetic set needs no context beyond its row, and all logits of so few are there at once, to tell right from wrong."""
+    for name, value in (("block_size", min(settings.block_size, meta["row"])), ("fused_loss", False)):
+        if settings.values[name] != value:
+            settings.values[name], settings.origins[name] = value, f"fits {settings.dataset}"
+
+
 def make_default_data(settings):
-    if settings.dataset == "stdlib" and not (Path(settings.data_dir) / "stdlib" / "meta.json").exists():
-        prepare.prepare("stdlib", data_dir=settings.data_dir)
+    if settings.dataset in ("stdlib", *prepare.TASKS) and not (Path(settings.data_dir) / settings.dataset / "meta.json").exists():
+        prepare.prepare(settings.dataset, data_dir=settings.data_dir)
 
 
 def parse(argv):
@@ -1056,7 +1144,8 @@ class Run:
         data_seeds = [fold_in(s.seed, "data", step, i * world.size + world.rank) for i in micro]
         batches = [get_batch(self.train_split, s.batch_size, seed, self.device) for seed in data_seeds]
         seeds = [(fold_in(s.seed, "shared", step, i), fold_in(s.seed, "own", step, i, world.rank)) for i in micro]
-        loss, load = step_gradients(self.net, batches, seeds, self.autocast, world, self.model.cfg.n_recur)
+        most = math.ceil(self.model.cfg.mean_depth * (16 if self.model.cfg.depth_sampling == "poisson" else 1))
+        loss, load = step_gradients(self.net, batches, seeds, self.autocast, world, max(most, self.model.cfg.n_recur))
         norm = clip_gradients(self.model, s.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -1116,13 +1205,17 @@ class Run:
         """The validation loss, what the routers do, and a checkpoint with it."""
         cfg, part, tally = self.model.cfg, self.meta["val"], RouterTally(self.model, self.device)
         starts, bits = fixed_windows(self.val_split, self.s.eval_tokens), part["tokens"] / part["bytes"] / math.log(2)   # nats per token -> bits per byte
+        marks = Marks(self.val_split, eval_depths(cfg)) if "row" in self.meta else None
         run = functools.partial(evaluate, self.model, self.val_split, starts, batch_size=self.s.batch_size, device=self.device, autocast=self.autocast,
                                 world=self.world)
-        by_depth = run(eval_depths(cfg), look=tally.look)
-        loss, routed = by_depth[cfg.n_recur], {}
-        line = f"step {self.step:6d} | validation {loss:.4f} nats/token = {loss * bits:.4f} bits/byte"
+        by_depth = run(eval_depths(cfg), look=tally.look, mark=marks)
+        loss, routed, answered = by_depth[cfg.n_recur], {}, marks.numbers(self.world) if marks else {}
+        unit = {"bits_per_byte": loss * bits} if not marks else {}               # no text, no bytes
+        line = f"step {self.step:6d} | validation {loss:.4f} nats/token" + (f" = {loss * bits:.4f} bits/byte" if not marks else "")
         if len(by_depth) > 1:
-            line += " | by depth " + "  ".join(f"{d}: {value * bits:.3f}" for d, value in by_depth.items())
+            line += " | by depth " + "  ".join(f"{d}: {value * bits if not marks else value:.3f}" for d, value in by_depth.items())
+        if marks:
+            line += f"\nstep {self.step:6d} | {answers_line(answered)}"
         if cfg.router == "expert":
             with tally.watch:
                 topk = run([cfg.n_recur], routing="topk", look=tally.look_topk)[cfg.n_recur]
@@ -1130,7 +1223,7 @@ class Run:
         if cfg.router != "none":
             routed |= tally.numbers(self.world)
             line += f"\nstep {self.step:6d} | routing    {routing_line(routed)}"
-        self.log.write(line, event="eval", step=self.step, val_loss=loss, bits_per_byte=loss * bits, by_depth=by_depth, **routed)
+        self.log.write(line, event="eval", step=self.step, val_loss=loss, **unit, by_depth=by_depth, **answered, **routed)
         if not math.isfinite(loss):
             raise UserError(f"the validation loss at step {self.step} is {loss}; nothing was saved over the last good checkpoint")
         self.warn_at_edge(at_edge(cfg, routed))
@@ -1174,7 +1267,9 @@ def main(argv):
             return str(folder)
         folder = Path(world.first(claim))
         Run(settings, data, folder, device, dtype, autocast, world).train()
-    if settings.sample_tokens and world.rank == 0:
+    if settings.sample_tokens and world.rank == 0 and "row" in data[0]:
+        print(f"\nwhat it answers, a row of each kind, ^ where it is wrong\n{show_answers(folder, data[2], device)}")
+    elif settings.sample_tokens and world.rank == 0:
         text, encoding = write(folder, settings.sample_tokens, device), sys.stdout.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)                # a terminal may know ASCII alone
         print(f"\nwhat it writes (more: python sample.py --out_dir={shlex.quote(str(folder))})\n{text}")
@@ -1188,6 +1283,22 @@ def write(folder, n_tokens, device="cpu", seed=0):
     rng = generator(seed, device)
     ids = [row[0] for row in stream(model, [[tokenizer.eot_token]], n_tokens, temperature=0.8, top_k=50, generator=rng)]
     return tokenizer.decode([i for i in ids if i < tokenizer.n_vocab], errors="replace")
+
+
+@torch.no_grad()
+def show_answers(folder, split, device="cpu"):
+    """The first validation row of each group, the model's answers below what they were asked after, and its mistakes."""
+    state = load_checkpoint(folder / "ckpt.pt")
+    model = GPT(GPTConfig(**state["model_config"])).to(device).eval()
+    model.load_state_dict(state["model"])
+    sizes = [*split.groups.values()]
+    ids_BT, targets_BT = split.batch([sum(sizes[:i]) for i in range(len(sizes))], device)
+    said_BT, asked_BT, width, lines = model(ids_BT).logits.argmax(-1).clamp(max=255), targets_BT != -100, max(map(len, split.groups)), []
+    for name, ids_T, said_T, targets_T, asked_T in zip(split.groups, ids_BT, said_BT, targets_BT, asked_BT):
+        answers = said_T.where(asked_T, 32)
+        wrong = torch.full_like(ids_T, 32).masked_fill(asked_T & (said_T != targets_T), 94)
+        lines += [f"{head:{width}}  {bytes(row.tolist()).decode('latin-1')}".rstrip() for head, row in ((name, ids_T), ("", answers), ("", wrong))]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

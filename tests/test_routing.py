@@ -21,7 +21,7 @@ from toy import make_config, make_data, refusal
 import eval as evaluation
 import sample
 import train
-from model import GPT, NoCache, Silence, check_threshold, compact, describe, make_cache, stream, topk
+from model import GPT, AtEnd, NoCache, Silence, check_threshold, compact, describe, make_cache, stream, topk
 
 LAYOUT = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, router_alpha=0.7)          # alpha: large enough that a wrong merge shows
 CHOICES = dict(router=("expert", "token"), router_kind=("linear", "mlp"), update=("replace", "inject", "gate"), block=("gpt2", "llama"), kv=("own", "share"))
@@ -114,7 +114,7 @@ def test_the_gathered_pass_equals_a_dense_one_that_masks(kv):
     model, ids_BT = loud(routed(dict(router="expert", update="replace", kv=kv))).double(), some_ids(2, 12)
     with torch.no_grad():
         out = model(ids_BT, routing="topk")
-        h_BTD, _, who = model.start(ids_BT, NoCache())
+        h_BTD, who = model.start(ids_BT, NoCache())
         active_BT, first = torch.ones(2, 12, dtype=torch.bool), {}
         for step, unit in enumerate(model.recursion.router.units):
             logit_BT = unit(h_BTD)[..., 0].masked_fill(~active_BT, -torch.inf)
@@ -125,7 +125,7 @@ def test_the_gathered_pass_equals_a_dense_one_that_masks(kv):
             for block in model.recursion.core:
                 y_BTD = dense_block(block, y_BTD, active_BT, kv, first.setdefault(block, []))
             h_BTD = torch.where(active_BT[..., None], h_BTD + 0.7 * logit_BT.sigmoid()[..., None] * y_BTD, h_BTD)
-        assert_close(model.head(model.finish(h_BTD, who, NoCache())), out.logits)
+        assert_close(model.head(model.finish(h_BTD, who, NoCache().coda_seat)), out.logits)
 
 
 def dense_block(block, x_BTD, active_BT, kv, first):
@@ -165,12 +165,12 @@ def test_token_choice_with_every_token_at_one_depth_is_the_anchor_and_p_times_th
             unit = model.recursion.router.unit.layers[0]
             unit.weight.zero_()
             model.recursion.router.score = lambda x, depth=depth: torch.nn.functional.one_hot(torch.full(x.shape[:-1], depth - 1), 3).double() * 0.6
-            e_BTD, _, who = model.start(ids_BT, NoCache())
+            e_BTD, who = model.start(ids_BT, NoCache())
             y_BTD = e_BTD
             for _ in range(depth):
                 for block in model.recursion.core:
                     y_BTD = block(y_BTD)
-            h_BTD, got = model.recursion(e_BTD, e_BTD, who, 3, Silence(), NoCache())
+            h_BTD, got = model.recursion(e_BTD, who, 3, Silence(), NoCache(), AtEnd(model, who, NoCache()))
         assert_close(h_BTD, e_BTD + 0.6 * y_BTD)
         assert (torch.as_tensor(got.depth) == depth).all()
 
@@ -272,7 +272,7 @@ def test_exact_flops_are_those_of_a_real_forward_at_its_capacities(keys):
 
 
 def test_a_routed_model_goes_no_deeper_than_it_has_routers():
-    with pytest.raises(ValueError, match="every step of a routed model has a router of its own"):
+    with pytest.raises(ValueError, match="every step of this model has a router of its own"):
         loud(routed(dict(router="expert")))(some_ids(1, 4), depth=4)
 
 
