@@ -21,7 +21,7 @@ import torch
 
 import prepare
 from config import UserError, key
-from model import FOLDS, GPT, GPTConfig, cache_dtype, check_sampling, generator, stream
+from model import FOLDS, GPT, GPTConfig, KVCache, cache_dtype, check_sampling, generator, stream
 from train import check_ranges, checkpoint_of, fitting, load_checkpoint, pick_device
 
 
@@ -100,6 +100,8 @@ def at_threshold(cfg, threshold):
         return cfg
     if cfg.router != "expert":
         raise UserError(f"--threshold={threshold}: this model (router={cfg.router!r}) has no expert-choice router; leave the flag out")
+    if cfg.router_choice == "random":
+        raise UserError(f"--threshold={threshold}: this model chooses by lot, which has no threshold; leave the flag out")
     return replace(cfg, threshold=threshold)
 
 
@@ -171,7 +173,7 @@ def paint(text, colour):
 
 def legend(depth):
     """A number in each colour: the fewest steps that it stands for."""
-    fewest = {shade(steps, depth): steps for steps in range(depth, 0, -1)}
+    fewest = {shade(steps, depth): steps for steps in range(depth, 0, -1) or [0]}
     return "steps taken: " + " ".join(paint(f" {steps} ", colour) for colour, steps in reversed(fewest.items()))
 
 
@@ -220,6 +222,7 @@ def run_samples(model, tokenizer, s, depth):
     started, first, n_steps = time.perf_counter(), None, 0
     tokens = stream(model, ids, s.max_new_tokens, s.temperature, s.top_k, s.top_p, depth, s.cache, s.use_cache,
                     generator(s.seed, device), taken=taken, exit=s.exit, exit_threshold=s.exit_threshold)
+    store = CacheWatch(model)
     write(rows[0].ready())
     for next_B in tokens:
         n_steps += 1
@@ -234,20 +237,36 @@ def run_samples(model, tokenizer, s, depth):
     for i, row in enumerate(rows[1:], 2):
         say(f"--- {i} of {len(rows)}")
         write(row.end() + "\n")
-    report(model, s, ids, depth, n_steps, first or 0.0, seconds)
+    report(model, s, ids, depth, n_steps, first or 0.0, seconds, store.close())
     steps = [n for taken_T in taken or [] for n in taken_T if n is not None]              # None: fell out of the context unread
     if uneven and steps:
         say(f"mean depth {sum(steps) / len(steps):.2f} of {depth} over {len(steps):,} tokens read")
 
 
-def report(model, s, rows, depth, n_steps, first, seconds):
+class CacheWatch:
+    """Which cache a model's loop is working with, until close() tells."""
+
+    def __init__(self, model):
+        self.cache, self.hook = None, model.recursion.register_forward_hook(self.see)
+
+    def see(self, module, args, out):
+        self.cache = next((x for x in args if isinstance(x, KVCache)), None)
+
+    def close(self):
+        self.hook.remove()
+        return self.cache
+
+
+def report(model, s, rows, depth, n_steps, first, seconds, cache):
     rate = len(rows) * (n_steps - 1) / (seconds - first) if n_steps > 1 else 0.0
     say(f"{len(rows)} rows x {n_steps} tokens in {seconds:.2f} s: first after {first * 1e3:.0f} ms "
         f"({sum(map(len, rows)):,} prompt tokens), then {rate:,.0f} tokens/s")
     if s.use_cache:
         stored = min(model.cfg.block_size, max(map(len, rows)) + max(0, n_steps - 1))
         size = model.cfg.kv_bytes(stored, len(rows), cache_dtype(model), s.cache, depth, s.exit)
-        say(f"cache {s.cache}: {size / 2**20:,.2f} MiB for {len(rows)} rows of {stored} tokens")
+        now = cache.nbytes() if cache and s.cache == "full" else size            # that of a routed model grows
+        grew = f" (declared: {size / 2**20:,.2f}; more tokens went on than its capacities let in)" if now > size else ""
+        say(f"cache {s.cache}: {max(now, size) / 2**20:,.2f} MiB for {len(rows)} rows of {stored} tokens{grew}")
 
 
 def show(tokenizer, token):

@@ -613,7 +613,7 @@ def at_edge(cfg, numbers):
     for step, share in numbers.get("go_on", {}).items() if cfg.router_choice == "score" else ():
         due = chosen[step + 1] / chosen[step]                 # of the tokens asked
         low, high = min(FEW, due / 10), max(1 - FEW, 1 - (1 - due) / 10)         # a step that is to take few, or nearly all, may
-        if due < 1 and not low <= share <= high:
+        if not low <= share <= high:
             return (f"{100 * share:.1f}% of the tokens asked take step {step} (a router that chooses: {100 * low:.3g} to {100 * high:.3g}%; its capacity: "
                     f"{100 * due:.3g}%); try a larger router_loss, {'' if cfg.aux_router else 'aux_router=True, '}or another threshold")
     if cfg.router == "token":

@@ -293,6 +293,7 @@ def test_an_edge_is_measured_by_what_a_step_is_to_take_and_the_advice_is_what_is
     of = lambda **keys: at_edge(tiny(**LAYOUT, **{"router": "expert", **keys}), stuck)  # noqa: E731
     assert of(capacity=[1.0, 0.5, 0.5, 0.005], block_size=1000) is None              # step 2 takes whoever is left, step 3 one in a hundred of them
     assert "100.0% of the tokens asked take step 2" in of(capacity=[1.0, 0.5, 0.4, 0.3]) and "0.2% of the tokens asked take step 3" in of(capacity=[1.0, 0.5, 0.5, 0.2])
+    assert "0.0% of the tokens asked take step 2" in at_edge(tiny(**LAYOUT, router="expert", capacity=[1.0, 0.5, 0.5, 0.2]), {"go_on": {2: 0.0}})
     assert of(router_choice="random") is None
     assert "try a larger router_loss, or another threshold" in of(aux_router=True)
     assert "try a larger router_bias_rate, or a smaller" in at_edge(tiny(**LAYOUT, router="token", router_balance="bias"), {"depth_shares": even})
