@@ -4,8 +4,9 @@
     python eval.py loss --out_dir=out/grt_tiny --compare=out/gpt_tiny       # side by side, with a paired difference
     python eval.py depth --out_dir=out/grt_tiny --compare=out/gpt_tiny --compare=out/recursive_tiny     # and out/grt_tiny/depth.png
     python eval.py router --out_dir=out/RUN                       # a routed run: who goes on, and what that is worth; RUN/router.png
+    python eval.py answers --out_dir=out/RUN                      # a run on phop or addition: right answers by hops or digits, at every depth
 
-Parts: loss, depth, router; none = all. Tables and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also
+Parts: loss, depth, router, answers; none = all that the run has something for. Tables and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also
 in OUT_DIR/eval.json, where the parts of earlier calls stay while the checkpoint is the same.
 """
 import hashlib
@@ -28,7 +29,7 @@ import prepare
 from config import UserError, key, near
 from model import FORMS, GPT, NO_CACHES, Silence, at_least_fp32, fold_in, generator, steps_taken, topk
 from sample import load_run, newest_run
-from train import (RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, max_vio,
+from train import (Marks, RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, max_vio,
                    open_split, pick_device, write_whole)
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf)}
@@ -43,7 +44,7 @@ class EvalConfig:
     compare: list[str] = key([], "a further run (folder or checkpoint) to set beside it; may be repeated")
     dataset: str | None = key(None, "data set whose validation split is read; None = each run's own")
     data_dir: str | None = key(None, "folder of the data sets; None = the one that each run was trained from")
-    eval_tokens: int = key(65536, "depth, router: validation tokens, in fixed windows, evenly spaced (loss always reads the whole split)")
+    eval_tokens: int = key(65536, "depth, router, answers: validation tokens, in fixed windows, evenly spaced (loss always reads the whole split)")
     thresholds: list[float] = key([n / 10 for n in range(11)], "router, expert-choice: thresholds to try beside the model's own")
     batch_size: int | None = key(None, "windows at a time, which changes no result; None = the run's own")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, mps ...")
@@ -72,8 +73,9 @@ class Run(NamedTuple):
 
 
 def bits_per_nat(part):
-    """Nats per token times this are bits per byte: x tokens / bytes / ln 2. `part` is a split's entry in meta.json."""
-    return part["tokens"] / part["bytes"] / math.log(2)
+    """Nats per token times this are bits per byte: x tokens / bytes / ln 2. `part` is a split's entry in meta.json; one that
+    asks for answers is no text, and has none."""
+    return math.nan if "answers" in part else part["tokens"] / part["bytes"] / math.log(2)
 
 
 def read_state(folder):
@@ -256,6 +258,10 @@ def difference(run, nats, counts, other, other_nats, other_counts):
     return {"unit": "bits/byte", "value": value, "interval": interval(means), "paired": False, "why": why}
 
 
+def show_bits(numbers):
+    return "-" if math.isnan(numbers["bits_per_byte"]) else f"{numbers['bits_per_byte']:.4f}"
+
+
 def show_interval(pair, form):
     return "-" if pair is None else f"{pair[0]:{form}} .. {pair[1]:{form}}"
 
@@ -265,7 +271,7 @@ def report_loss(runs, s):
     measured = [(run, *measure_loss(run)) for run in runs]
     print("loss: the whole validation split at full depth")
     show(("run", "step", "nats/token", "95% interval", "bits/byte", "perplexity", "tokens", "windows"),
-         [(run.name, str(run.state["step"]), f"{n['nats_per_token']:.4f}", show_interval(n["interval"], ".4f"), f"{n['bits_per_byte']:.4f}",
+         [(run.name, str(run.state["step"]), f"{n['nats_per_token']:.4f}", show_interval(n["interval"], ".4f"), show_bits(n),
            f"{n['perplexity']:,.2f}", f"{n['tokens']:,}", f"{n['windows']:,}") for run, n, *_ in measured])
     for run, n, *_ in measured:
         if "topk" in n:
@@ -312,6 +318,10 @@ def training_at(cfg, depth):
     return "full depth" if depth == cfg.n_recur else "trained" if low <= depth < cfg.n_recur else "never trained"
 
 
+def depth_name(cfg, depth):
+    return f"{round(depth * cfg.n_core)}/{cfg.n_core}" if is_plain(cfg) else str(depth)
+
+
 def report_depth(runs, s):
     """Loss after every step (dense: every core block) against FLOPs; one picture for all runs."""
     measured = [(run, measure_depth(run, s.eval_tokens)) for run in runs]
@@ -325,8 +335,7 @@ def report_depth(runs, s):
             why = f"sharing={cfg.sharing_name!r}" if not cfg.any_depth else f"router={cfg.router!r}"
             print(f"{run.name}: {why} has one depth only, n_recur={cfg.n_recur}")
         for p in n["points"]:
-            where = f"{round(p['depth'] * cfg.n_core)}/{cfg.n_core}" if is_plain(cfg) else str(p["depth"])
-            rows.append((run.name, where, f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", f"{p['bits_per_byte']:.4f}", p["training"]))
+            rows.append((run.name, depth_name(cfg, p["depth"]), f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", show_bits(p), p["training"]))
     show(("run", "depth", "MFLOP/token", "nats/token", "bits/byte", ""), rows)
     others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
     return {**measured[0][1], "picture": draw(measured), "compare": others}
@@ -766,8 +775,43 @@ def draw_classes(axes, run, n):
 # ------------------------------------------------------------------------------------------------------- tables, the record
 
 
+# ----------------------------------------------------------------------------------------------------------- part: answers
+
+
+@torch.no_grad()
+def measure_answers(run, eval_tokens):
+    """Share of right answers after every depth, in all and by group, on rows evenly spaced over all groups."""
+    cfg, depths, starts = run.model.cfg, exit_depths(run.model.cfg), fixed_windows(run.split, eval_tokens)
+    marks = Marks(run.split, depths)
+    for rows in tqdm(starts.split(run.batch_size), desc=run.name, disable=None, leave=False):
+        ids_BT, targets_BT = run.split.batch(rows, run.device)
+        with run.autocast:
+            for depth, x_BTD in zip(depths, features_at(run.model, ids_BT, depths)):
+                marks(depth, rows, run.model.head(x_BTD), targets_BT)
+    points = [{"depth": depth, "flops_per_token": cfg.flops_per_token(run.split.width - 1, depth=depth), "accuracy": share, "accuracy_by_group": groups,
+               "training": training_at(cfg, depth)} for depth, (share, groups) in zip(depths, marks.shares())]
+    return {"windows": len(starts), "answers": int(marks.asked[0].sum()), "layout": cfg.layout, "update": cfg.update, "points": points}
+
+
+def report_answers(runs, s):
+    """Right answers of a synthetic set after every step (dense: every core block), by group."""
+    for run in runs:
+        if "row" not in run.meta:
+            raise UserError(f"data set {run.dataset!r} of {run.name} asks for no answers; leave the part out, or name another run")
+    measured = [(run, measure_answers(run, s.eval_tokens)) for run in runs]
+    print(f"answers: share of right ones after each step, on {measured[0][1]['windows']:,} rows ({measured[0][1]['answers']:,} answers); k/L = a dense "
+          f"model left after k of its L core blocks")
+    tell_unpaired(runs)
+    groups = list(dict.fromkeys(name for run in runs for name in run.split.groups))
+    rows = [(run.name, depth_name(run.model.cfg, p["depth"]), f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['accuracy']:.3f}",
+             *(f"{p['accuracy_by_group'][name]:.3f}" if name in p["accuracy_by_group"] else "-" for name in groups), p["training"])
+            for run, n in measured for p in n["points"]]
+    show(("run", "depth", "MFLOP/token", "all", *groups, ""), rows)
+    return {**measured[0][1], "compare": [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]}
+
+
 # A part takes the runs, the first one in front, and the settings; it prints and returns its record.
-PARTS = {"loss": report_loss, "depth": report_depth, "router": report_router}
+PARTS = {"loss": report_loss, "depth": report_depth, "router": report_router, "answers": report_answers}
 
 
 def parts_for(words, run):
@@ -777,7 +821,8 @@ def parts_for(words, run):
         raise UserError(f"{run.name} has no router, so there is nothing for the part router; name a routed run with --out_dir=, or leave the part out")
     if not words and not routed:
         print(f"note: {run.name} has no router: the part router is left out", file=sys.stderr)
-    return list(dict.fromkeys(words or [name for name in PARTS if routed or name != "router"]))
+    has = {"router": routed, "answers": "row" in run.meta}
+    return list(dict.fromkeys(words or [name for name in PARTS if has.get(name, True)]))
 
 
 def show(head, rows):
