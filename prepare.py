@@ -365,7 +365,7 @@ def one_line(error):
 # in both; validation rows stand in order of difficulty, a group after the other.
 EXAMPLE_TOKENS = 5_000_000  # of both splits, where max_tokens does not say: a few minutes of training on a laptop, once over
 N_LETTERS = 4               # few: each comes again soon, and hops stay short
-ROW = 64                    # tokens
+ROW = 48                    # tokens: four hops go back a dozen, and short rows mean many steps a minute
 
 
 class Task(NamedTuple):

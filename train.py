@@ -515,12 +515,17 @@ class Marks:
         self.right[k].index_add_(0, group_B, (logits_BTV.argmax(-1) == targets_BT).sum(1).double().cpu())
         self.asked[k].index_add_(0, group_B, (targets_BT != -100).sum(1).double().cpu())
 
-    def numbers(self, world):
-        """Shares of right answers: at the last depth in all and by group (of rows that were looked at), and by depth."""
+    def shares(self, world=ALONE):
+        """For each depth the share of right answers, and {group: its share} of the groups that were looked at."""
         right, asked = world.sum(self.right), world.sum(self.asked)
-        groups = {name: r / n for name, r, n in zip(self.split.groups, right[-1].tolist(), asked[-1].tolist()) if n}
-        by_depth = dict(zip(self.depths, (right.sum(1) / asked.sum(1)).tolist()))
-        return {"accuracy": by_depth[self.depths[-1]], "accuracy_by_group": groups, "accuracy_by_depth": by_depth}
+        by_group = [{name: r / n for name, r, n in zip(self.split.groups, *row) if n} for row in zip(right.tolist(), asked.tolist())]
+        return list(zip((right.sum(1) / asked.sum(1)).tolist(), by_group))
+
+
+def answer_numbers(marks, world):
+    """What the log keeps: the shares at the last depth, and by depth."""
+    shares = marks.shares(world)
+    return {"accuracy": shares[-1][0], "accuracy_by_group": shares[-1][1], "accuracy_by_depth": {d: share for d, (share, _) in zip(marks.depths, shares)}}
 
 
 def answers_line(numbers):
@@ -1209,7 +1214,7 @@ class Run:
         run = functools.partial(evaluate, self.model, self.val_split, starts, batch_size=self.s.batch_size, device=self.device, autocast=self.autocast,
                                 world=self.world)
         by_depth = run(eval_depths(cfg), look=tally.look, mark=marks)
-        loss, routed, answered = by_depth[cfg.n_recur], {}, marks.numbers(self.world) if marks else {}
+        loss, routed, answered = by_depth[cfg.n_recur], {}, answer_numbers(marks, self.world) if marks else {}
         unit = {"bits_per_byte": loss * bits} if not marks else {}               # no text, no bytes
         line = f"step {self.step:6d} | validation {loss:.4f} nats/token" + (f" = {loss * bits:.4f} bits/byte" if not marks else "")
         if len(by_depth) > 1:
