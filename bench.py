@@ -788,7 +788,7 @@ def ladder(all_settings, cfgs):
 def report_ladder(name, trials, records, s, root):
     """The table of one ladder on stdout; table, record and picture beside the runs. Returns the record."""
     rows = [row_of(rung, [(t.settings.seed, recorded(t, records, s.jobs == 0)) for t in trials if t.rung == rung]) for rung in dict.fromkeys(t.rung for t in trials)]
-    text = "\n".join(heading_of(" ".join([name, *trials[0].flags]), rows, s) + markdown(rows) + pair_lines(pairs_of(rows))) + "\n"
+    text = "\n".join(heading_of(" ".join([name, *trials[0].flags]), rows, s) + ladder_lines(rows) + pair_lines(pairs_of(rows))) + "\n"
     print(text)
     record = {"flags": trials[0].flags, "rows": rows, "pairs": pairs_of(rows)}
     path = root / f"{name}-{trials[0].settings.dataset}"
@@ -1092,7 +1092,7 @@ def heading_of(name, rows, s):
             *several, ""]
 
 
-def markdown(rows):
+def ladder_lines(rows):
     """A table, and a second one by group where there are groups."""
     loops = [row for row in rows if len(row["by_depth"]) > 1]
     depths = sorted({depth for row in loops for depth in row["by_depth"]}, key=natural)

@@ -46,6 +46,8 @@ def commands():
 
 
 def parse(script, argv):
+    if script == "prepare" and argv[:1] == ["weights"]:
+        return config.parse(argv, [model.GPTConfig, train.TrainConfig, prepare.WeightsConfig], "", words=("weights RUN", 2))
     schema = {"model": [model.GPTConfig, train.TrainConfig], "train": [model.GPTConfig, train.TrainConfig], "sample": [sample.SampleConfig],
               "bench": [model.GPTConfig, train.TrainConfig, bench.BenchConfig], "eval": [evaluation.EvalConfig], "prepare": [prepare.PrepareConfig]}[script]
     return config.parse(argv, schema, "", words={"bench": "MODE", "prepare": ("SOURCE", 1), "eval": ("", 99)}.get(script))
@@ -68,7 +70,7 @@ def test_there_are_commands_for_every_script():
 
 
 def test_every_flag_in_the_readme_is_a_key_of_some_script():
-    known = {name for script in SCRIPTS for name in parse(script, []).values} | {"help", "nproc_per_node"}          # the last is torchrun's
+    known = {name for script in SCRIPTS for name in parse(script, []).values} | {*parse("prepare", ["weights"]).values, "help", "nproc_per_node"}          # the last is torchrun's
     assert set(re.findall(r"--([A-Za-z_]+)(?![\w-])", README)) <= known
 
 
