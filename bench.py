@@ -19,9 +19,10 @@ optimizer state, gradients and activations; on a CPU as tensors (not what one op
 allocator counts. MFU: `exact` FLOPs, three forwards a step, over the peak of a known GPU in bfloat16, else n/a.
 
 decode: a router of random weights decides nothing sensible, so its decisions are imposed: it is asked as ever, and then
-told its answer. Time per token is fitted to the steps taken, a + b x steps, and b stands beside one pass of the core by
-the same model without a router, at the same context. With several rows, whose tokens stop at different steps, a step
-counts as much as a pass of the core with as many rows costs: a row that has stopped is to cost nothing.
+told its answer. Time per token is fitted to the steps taken, a + b x steps, and b stands beside one pass of the core: what
+one step more costs the same model without a router, with as many rows in as long a text. With several rows, whose tokens
+stop at different steps, a step counts as much as a pass with as many rows: a row that has stopped is to cost nothing.
+Caches begin at the declared capacities; steps imposed beyond them make them grow, and that is in the time.
 
 ladder: train.py for every config (the shell's config/ladder/rivals/*.py names a whole ladder) at every seed, --jobs at a
 time, with the flags of train.py that are given. A run that is recorded in config/ladder/results.jsonl with the same
@@ -59,7 +60,7 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key
-from model import DEPTHS, FLOPS, FOLDS, GPT, AtEnd, GPTConfig, Output, Silence, fold_in, generator, make_cache, param_groups, stream
+from model import DEPTHS, FLOPS, FOLDS, GPT, GPTConfig, Output, fold_in, generator, param_groups, stream
 from train import RANGES as TRAINING_RANGES
 from train import CtrlC, TrainConfig, check_ranges, checkpoint_activations, clip_gradients, commit, compile_parts, hold, human, make_default_data
 from train import padded_vocab, pick_device, step_gradients, want_compile, write_whole
@@ -421,42 +422,21 @@ def on_average(mean, n_rows):
     return lambda row, i: math.floor(mean * (i + 1) + row / n_rows) - math.floor(mean * i + row / n_rows)
 
 
-def decode_step(model, script, rule, s, device, autocast):
-    """One generation with imposed steps. step() returns (seconds after the first token, steps of the tokens read then)."""
-    prompts = torch.randint(model.cfg.vocab_size, (s.batch_size, s.prompt_tokens)).tolist()
+def decode_step(model, n_rows, depth, begin, s, device, autocast):
+    """One generation. step() returns (seconds after the first token, steps taken by the tokens read then)."""
+    prompts = torch.randint(model.cfg.vocab_size, (n_rows, s.prompt_tokens)).tolist()
 
     def step():
         taken = [[] for _ in prompts]
-        script.begin(rule, s.batch_size)
+        begin()
         with autocast:
-            tokens = stream(model, prompts, s.new_tokens, temperature=0, threshold=0.5, taken=taken)
+            tokens = stream(model, prompts, s.new_tokens, temperature=0, depth=depth, threshold=0.5, taken=taken)
             next(tokens)
             start = clock(device)
             for _ in tokens:
                 pass
             seconds = clock(device) - start
         return seconds, [row[s.prompt_tokens :] for row in taken]
-
-    return Run(step, 0, s.batch_size * (s.new_tokens - 1), {"batch_size": s.batch_size})
-
-
-def core_pass(cfg, n_rows, s, device, autocast):
-    """The core alone, without a router, at one token in each of n_rows rows, in the middle of the text that is written."""
-    model = GPT(cfg.unrouted()).to(device).eval()
-    ids_BT = torch.randint(cfg.vocab_size, (n_rows, s.prompt_tokens + s.new_tokens // 2), device=device)
-
-    @torch.inference_mode()
-    def step():
-        with autocast:
-            cache = make_cache(model, *ids_BT.shape, 2)                         # two steps: with shared K/V the first makes them
-            model.feed(ids_BT[:, :-1], cache)
-            e_BTD, who = model.start(ids_BT[:, -1:], cache)
-            watch, (h_BTD, anchor, who) = AtEnd(model, who, cache), model.recursion.enter(e_BTD, who, 2, Silence())
-            h_BTD, who = model.recursion.step(h_BTD, anchor, who, 0, Silence(), cache, watch)
-            start = clock(device)
-            for _ in range(s.new_tokens - 1):
-                model.recursion.step(h_BTD, anchor, who, 1, Silence(), cache, watch)
-            return clock(device) - start, 1.0
 
     return Run(step, 0, n_rows * (s.new_tokens - 1), {"batch_size": n_rows})
 
@@ -481,34 +461,42 @@ def rules_of(cfg, B):
     return rules | ({f"{R} in one row, else 1": lambda row, i: 1 if row else R} if B > 1 else {})
 
 
+def decode_runs(name, cfg, s, device, autocast):
+    """({what is imposed: run}, {(rows, steps): run without a router}), by the names under which they are shown."""
+    B, R = s.batch_size, cfg.n_recur
+    model, plain, rules = GPT(cfg).to(device).eval(), GPT(cfg.unrouted()).to(device).eval(), rules_of(cfg, B)
+    script, read = impose(model), range(s.prompt_tokens + s.new_tokens)
+    sizes = {n for rule in rules.values() for i in read for n in rows_in_steps([rule(row, i) for row in range(B)])}
+    imposed = {key: decode_step(model, B, None, lambda rule=rule: script.begin(rule, B), s, device, autocast) for key, rule in rules.items()}
+    free = {(n, depth): decode_step(plain, n, depth, lambda: None, s, device, autocast) for n in sorted(sizes, reverse=True) for depth in (1, R)}
+    return ({f"{name} at {key}": run for key, run in imposed.items()},
+            {f"{name} without router, {n} of {B} rows at {depth}": run for (n, depth), run in free.items()})
+
+
 def decode(all_settings, cfgs, device, dtype, autocast):
     s = next(iter(all_settings.values()))
-    runs, parts = {}, {}
     for name, cfg in cfgs.items():
-        one = all_settings[name]
-        check_imposable(name, cfg, one)
-        model = GPT(cfg).to(device).eval()
-        script, rules, B = impose(model), rules_of(cfg, one.batch_size), one.batch_size
-        sizes = {n for rule in rules.values() for i in range(one.new_tokens + one.prompt_tokens) for n in rows_in_steps([rule(row, i) for row in range(B)])}
-        parts[name] = {key: f"{name} at {key}" for key in rules}, {n: f"{name} core, {n} of {B} rows" for n in sorted(sizes, reverse=True)}
-        runs |= {parts[name][0][key]: decode_step(model, script, rule, one, device, autocast) for key, rule in rules.items()}
-        runs |= {key: core_pass(cfg, n, one, device, autocast) for n, key in parts[name][1].items()}
+        check_imposable(name, cfg, all_settings[name])
+    parts = {name: decode_runs(name, cfg, all_settings[name], device, autocast) for name, cfg in cfgs.items()}
     print(heading("decode", all_settings, cfgs, lambda one, cfg: f"{one.batch_size} rows, {one.prompt_tokens} prompt and {one.new_tokens} new tokens",
                   f"{device} {dtype}"))
-    times, _ = interleave(runs, s.repeats, device)
-    rows = {}
-    for name, (imposed, cores) in parts.items():
-        ticks = all_settings[name].new_tokens - 1
-        rows |= {key: decode_row(key, times[key], ticks) for key in [*imposed.values(), *cores.values()]}
-        ms = {n: rows[key]["ms"] for n, key in cores.items()}
-        for key in imposed.values():
-            rows[key] |= mean_steps(times[key][0][1][1], ms)
-    table(list(rows.values()), [("steps", "steps", ".3f", 1), ("passes", "passes", ".3f", 1), ("ms/token", "ms", ".3f", 1), ("spread", "spread_ms", ".3f", 1)])
-    fits = {name: fit({key: rows[row] for key, row in imposed.items()}, {n: rows[row]["ms"] for n, row in cores.items()}, cfgs[name].n_recur)
-            for name, (imposed, cores) in parts.items()}
+    times, _ = interleave({key: run for part in parts.values() for runs in part for key, run in runs.items()}, s.repeats, device)
+    rows, fits = [], {}
+    for name, (imposed, free) in parts.items():
+        told, plain = ([decode_row(key, times[key], all_settings[name].new_tokens - 1) for key in runs] for runs in (imposed, free))
+        sizes = [run.facts["batch_size"] for run in free.values()][::2]
+        core_ms = {n: (deep["ms"] - shallow["ms"]) / (cfgs[name].n_recur - 1) for n, shallow, deep in zip(sizes, plain[::2], plain[1::2])}
+        for row in told:
+            row["passes"] = mean_passes(times[row["name"]][0][1][1], core_ms)
+        rows, fits[name] = rows + told + plain, fit(told, core_ms, cfgs[name].n_recur)
+    table(rows, [("steps", "steps", ".3f", 1), ("passes", "passes", ".3f", 1), ("ms/token", "ms", ".3f", 1), ("spread", "spread_ms", ".3f", 1)])
     for name, found in fits.items():
-        print("; ".join(f"{name}: {sentence}" for sentence in found.pop("said")))
-    return {"rows": list(rows.values()), "fits": fits}
+        print(f"{name}: ms per token = {found['a_ms']:.3f} + {found['b_ms']:.3f} x passes, R^2 {found['r2']:.4f}; "
+              f"a pass of the core without a router {found['core_ms']:.3f}; b over it {found['b_over_core']:.3f}")
+        if "lone_ms" in found:
+            print(f"{name}: a step that one row takes alone {found['lone_ms']:.3f} ms, without a router {found['lone_core_ms']:.3f}; "
+                  f"ratio {found['lone_over_core']:.3f}")
+    return {"rows": rows, "fits": fits}
 
 
 def rows_in_steps(steps_B):
@@ -517,29 +505,26 @@ def rows_in_steps(steps_B):
 
 
 def decode_row(name, times, ticks):
-    """ms: for one more token in every row."""
-    ms = [seconds / ticks * 1e3 for _, (seconds, _) in times]
-    return {"name": name, "steps": None, "passes": None, "ms": statistics.median(ms), "spread_ms": max(ms) - min(ms)}
+    """ms: for one more token in every row. steps: on average over the tokens."""
+    ms, taken = [seconds / ticks * 1e3 for _, (seconds, _) in times], times[0][1][1]
+    return {"name": name, "steps": statistics.fmean(n for row in taken for n in row), "passes": None, "ms": statistics.median(ms),
+            "spread_ms": max(ms) - min(ms)}
 
 
-def mean_steps(taken, core_ms):
-    """steps: on average over tokens. passes: per tick, a step of n rows counted as a pass of n rows over one of all."""
-    ticks, whole = list(zip(*taken)), core_ms[len(taken)]
-    return {"steps": statistics.fmean(n for tick in ticks for n in tick),
-            "passes": statistics.fmean(sum(core_ms[n] for n in rows_in_steps(tick)) / whole for tick in ticks)}
+def mean_passes(taken, core_ms):
+    """Steps per tick, one of n rows counted as a pass of n rows over a pass of all."""
+    return statistics.fmean(sum(core_ms[n] for n in rows_in_steps(tick)) / core_ms[len(taken)] for tick in zip(*taken))
 
 
-def fit(imposed, core_ms, R):
+def fit(told, core_ms, R):
     """Least squares of the medians over the five mean depths, and what a row that goes on alone costs."""
-    *points, lone = [*imposed.values(), None] if len(imposed) == 5 else imposed.values()
-    x, ms, core = [row["passes"] for row in points], [row["ms"] for row in points], max(core_ms.items())[1]
+    points, lone = told[:5], told[5:]
+    x, ms, core = [row["passes"] for row in points], [row["ms"] for row in points], core_ms[max(core_ms)]
     b, a = statistics.linear_regression(x, ms)
     found = {"a_ms": a, "b_ms": b, "r2": statistics.correlation(x, ms) ** 2, "core_ms": core, "b_over_core": b / core}
-    found["said"] = [f"ms per token = {a:.3f} + {b:.3f} x passes, R^2 {found['r2']:.4f}; a pass of the core without a router {core:.3f}; b over it {b / core:.3f}"]
-    if lone:
-        found |= {"lone_ms": (lone["ms"] - points[0]["ms"]) / (R - 1), "lone_core_ms": core_ms[1]}
+    for row in lone:
+        found |= {"lone_ms": (row["ms"] - ms[0]) / (R - 1), "lone_core_ms": core_ms[1]}
         found["lone_over_core"] = found["lone_ms"] / core_ms[1]
-        found["said"].append(f"a step that one row takes alone {found['lone_ms']:.3f} ms, without a router {core_ms[1]:.3f}; ratio {found['lone_over_core']:.3f}")
     return found
 
 
@@ -803,7 +788,7 @@ def ladder(all_settings, cfgs):
 def report_ladder(name, trials, records, s, root):
     """The table of one ladder on stdout; table, record and picture beside the runs. Returns the record."""
     rows = [row_of(rung, [(t.settings.seed, recorded(t, records, s.jobs == 0)) for t in trials if t.rung == rung]) for rung in dict.fromkeys(t.rung for t in trials)]
-    text = "\n".join(heading_of(" ".join([name, *trials[0].flags]), rows, s) + markdown(rows) + pair_lines(pairs_of(rows))) + "\n"
+    text = "\n".join(heading_of(" ".join([name, *trials[0].flags]), rows, s) + ladder_lines(rows) + pair_lines(pairs_of(rows))) + "\n"
     print(text)
     record = {"flags": trials[0].flags, "rows": rows, "pairs": pairs_of(rows)}
     path = root / f"{name}-{trials[0].settings.dataset}"
@@ -1039,13 +1024,9 @@ def seconds_of(steps):
 def training_flops(cfg, s):
     """Exact FLOPs of the whole run: the depths are drawn again, as training drew them. Backward is two forwards, through as many steps as it
     reaches; routed models at their capacities."""
-    T, draw, at = cfg.block_size, DEPTHS[cfg.depth_sampling], {}
-    tokens, micro = s.batch_size * T, range(s.gradient_accumulation_steps)
-    depths = Counter(draw(cfg, generator(fold_in(s.seed, "shared", step, i))) for step in range(s.max_iters) for i in micro)
-    for depth in depths:
-        back = min(depth, getattr(cfg, "bptt", None) or depth)
-        at[depth] = cfg.flops_per_token(T, depth=depth) + 2 * cfg.flops_per_token(T, depth=back)
-    return tokens * sum(n * at[depth] for depth, n in depths.items())
+    draw, forward = DEPTHS[cfg.depth_sampling], functools.cache(lambda depth: cfg.train_flops_per_token(cfg.block_size, depth))
+    depths = Counter(draw(cfg, generator(fold_in(s.seed, "shared", step, i))) for step in range(s.max_iters) for i in range(s.gradient_accumulation_steps))
+    return s.batch_size * cfg.block_size * sum(n * (forward(depth) + 2 * forward(min(depth, cfg.bptt or depth))) for depth, n in depths.items())
 
 
 # ---- the table
@@ -1111,7 +1092,7 @@ def heading_of(name, rows, s):
             *several, ""]
 
 
-def markdown(rows):
+def ladder_lines(rows):
     """A table, and a second one by group where there are groups."""
     loops = [row for row in rows if len(row["by_depth"]) > 1]
     depths = sorted({depth for row in loops for depth in row["by_depth"]}, key=natural)

@@ -3,10 +3,13 @@
     python eval.py                                                # every part, for the newest run in out/
     python eval.py loss --out_dir=out/grt_tiny --compare=out/gpt_tiny       # side by side, with a paired difference
     python eval.py depth --out_dir=out/grt_tiny --compare=out/gpt_tiny --compare=out/recursive_tiny     # and out/grt_tiny/depth.png
+    python eval.py exit --out_dir=out/recursive_tiny              # tokens that leave the loop early: loss, steps, FLOPs, time; exit.png
     python eval.py router --out_dir=out/RUN                       # a routed run: who goes on, and what that is worth; RUN/router.png
+    python eval.py answers --out_dir=out/RUN                      # a run on phop or addition: right answers by hops or digits, at every depth
 
-Parts: loss, depth, router; none = all. Tables and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also
-in OUT_DIR/eval.json, where the parts of earlier calls stay while the checkpoint is the same.
+Parts: loss, depth, exit, router, answers; none = all that the run has something for (a routed run's tokens leave early by
+request only). Tables and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json,
+where the parts of earlier calls stay while the checkpoint is the same.
 """
 import hashlib
 import json
@@ -26,12 +29,12 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import FORMS, GPT, AtEnd, Silence, as_logit, at_least_fp32, exact_flops, fold_in, generator, no_cache, steps_taken, topk
+from model import EXITS, FORMS, GPT, AtEnd, Silence, as_logit, at_least_fp32, exact_flops, fold_in, generator, make_cache, no_cache, steps_taken, topk
 from sample import load_run, newest_run
-from train import (RouterWatch, Split, agreement, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint,
+from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint,
                    max_vio, open_split, pick_device, write_whole)
 
-RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf)}
+RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
 TOLERANCE = 1e-6              # nats per token between the loss that train.py stored and the same one measured again
 
@@ -43,7 +46,9 @@ class EvalConfig:
     compare: list[str] = key([], "a further run (folder or checkpoint) to set beside it; may be repeated")
     dataset: str | None = key(None, "data set whose validation split is read; None = each run's own")
     data_dir: str | None = key(None, "folder of the data sets; None = the one that each run was trained from")
-    eval_tokens: int = key(65536, "depth, router: validation tokens, in fixed windows, evenly spaced (loss always reads the whole split)")
+    eval_tokens: int = key(65536, "depth, router, answers: validation tokens, in fixed windows, evenly spaced (loss always reads the whole split)")
+    exit_thresholds: list[float] = key([], "exit: thresholds to try; none = a row of them for each rule that the model knows")
+    exit_tokens: int = key(128, "exit: tokens that are decoded one by one at each threshold, to time them; 0 = none")
     thresholds: list[float] = key([n / 10 for n in range(11)], "router, expert-choice: thresholds to try beside the model's own")
     batch_size: int | None = key(None, "windows at a time, which changes no result; None = the run's own")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, mps ...")
@@ -72,8 +77,9 @@ class Run(NamedTuple):
 
 
 def bits_per_nat(part):
-    """Nats per token times this are bits per byte: x tokens / bytes / ln 2. `part` is a split's entry in meta.json."""
-    return part["tokens"] / part["bytes"] / math.log(2)
+    """Nats per token times this are bits per byte: x tokens / bytes / ln 2. `part` is a split's entry in meta.json; one that
+    asks for answers is no text, and has none."""
+    return math.nan if "answers" in part else part["tokens"] / part["bytes"] / math.log(2)
 
 
 def read_state(folder):
@@ -256,6 +262,10 @@ def difference(run, nats, counts, other, other_nats, other_counts):
     return {"unit": "bits/byte", "value": value, "interval": interval(means), "paired": False, "why": why}
 
 
+def show_bits(numbers):
+    return "-" if math.isnan(numbers["bits_per_byte"]) else f"{numbers['bits_per_byte']:.4f}"
+
+
 def show_interval(pair, form):
     return "-" if pair is None else f"{pair[0]:{form}} .. {pair[1]:{form}}"
 
@@ -265,7 +275,7 @@ def report_loss(runs, s):
     measured = [(run, *measure_loss(run)) for run in runs]
     print("loss: the whole validation split at full depth")
     show(("run", "step", "nats/token", "95% interval", "bits/byte", "perplexity", "tokens", "windows"),
-         [(run.name, str(run.state["step"]), f"{n['nats_per_token']:.4f}", show_interval(n["interval"], ".4f"), f"{n['bits_per_byte']:.4f}",
+         [(run.name, str(run.state["step"]), f"{n['nats_per_token']:.4f}", show_interval(n["interval"], ".4f"), show_bits(n),
            f"{n['perplexity']:,.2f}", f"{n['tokens']:,}", f"{n['windows']:,}") for run, n, *_ in measured])
     for run, n, *_ in measured:
         if "topk" in n:
@@ -325,6 +335,10 @@ def training_at(cfg, depth):
     return "full depth" if depth == cfg.n_recur else "trained" if low <= depth <= high else "never trained"
 
 
+def depth_name(cfg, depth):
+    return f"{round(depth * cfg.n_core)}/{cfg.n_core}" if is_plain(cfg) else str(depth)
+
+
 def report_depth(runs, s):
     """Loss after every step (dense: every core block) against FLOPs; one picture for all runs."""
     measured = [(run, measure_depth(run, s.eval_tokens)) for run in runs]
@@ -338,8 +352,7 @@ def report_depth(runs, s):
             why = f"sharing={cfg.sharing_name!r}" if not cfg.any_depth else f"router={cfg.router!r}"
             print(f"{run.name}: {why} has one depth only, n_recur={cfg.n_recur}")
         for p in n["points"]:
-            where = f"{round(p['depth'] * cfg.n_core)}/{cfg.n_core}" if is_plain(cfg) else str(p["depth"])
-            rows.append((run.name, where, f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", f"{p['bits_per_byte']:.4f}", p["training"]))
+            rows.append((run.name, depth_name(cfg, p["depth"]), f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", show_bits(p), p["training"]))
     show(("run", "depth", "MFLOP/token", "nats/token", "bits/byte", ""), rows)
     others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
     return {**measured[0][1], "picture": draw(measured), "compare": others}
@@ -399,6 +412,138 @@ def save_picture(figure, path):
         return str(path)
     except UserError as error:                                # the numbers are worth more than the picture
         print(f"note: no picture: {error}", file=sys.stderr)
+
+
+# ------------------------------------------------------------------------------------------------------------- part: exit
+
+TRIED = {"kl": [1e-4, 1e-3, 1e-2, 0.1, 1.0], "cdf": [0.9, 0.7, 0.5, 0.3, 0.1]}          # from late to early
+REPEATS = 5                   # of a timing, interleaved; the median counts
+
+
+def rules_of(model):
+    """The exit rules that a model can follow, and why not where there is none."""
+    why, rules = "", []
+    for rule in filter(None, EXITS):
+        try:
+            rules += [rule] if model.check_exit(rule, None) is not None else []
+        except ValueError as error:
+            why = why or str(error)
+    return rules, why
+
+
+def exit_pass(model, ids_BT, rule, threshold):
+    """(what the head reads, steps taken (B, T)) of a full forward in which tokens leave early; rule None: none does."""
+    cache = no_cache(model.cfg, rule)
+    e_BTD, outer = model.start(ids_BT, cache)
+    watch = EXITS[rule](model, outer, cache, threshold)
+    h_BTD, who = model.recursion(e_BTD, outer, model.cfg.n_recur, Silence(), cache, watch)
+    return watch.features(h_BTD), steps_taken(who, ids_BT)
+
+
+@torch.no_grad()
+def exit_point(run, starts, rule, threshold):
+    """Loss, steps and FLOPs per token of one threshold, the score's own included."""
+    cfg, nats, counts, depths = run.model.cfg, 0.0, 0.0, torch.zeros(run.model.cfg.n_recur + 1, dtype=torch.long)
+    for ids_BT, targets_BT in batches(run, starts):
+        with run.autocast:
+            x_BTD, depth_BT = exit_pass(run.model, ids_BT, rule, threshold)
+            nats_B, count_B = row_nats(run.model, x_BTD, targets_BT)
+        nats, counts = nats + nats_B.sum().item(), counts + count_B.sum().item()
+        depths += torch.bincount(depth_BT.flatten().cpu(), minlength=cfg.n_recur + 1)
+    shares = (depths / depths.sum()).tolist()
+    mean = sum(depth * share for depth, share in enumerate(shares))
+    flops = cfg.flops_per_token(cfg.block_size, depth=mean, exit=rule) if cfg.router == "none" else None       # of routed models: not counted
+    return {"rule": rule, "threshold": threshold, "mean_depth": mean, "depth_shares": shares, "flops_per_token": flops,
+            "nats_per_token": nats / counts, "bits_per_byte": nats / counts * run.bits}
+
+
+@torch.inference_mode()
+def time_exits(run, starts, points, n_tokens):
+    """Adds to each point the median milliseconds of decoding one token more of real text, one row, with a cache, and the mean
+    steps of those tokens. Points take turns."""
+    from bench import clock
+    n = min(n_tokens, run.model.cfg.block_size - 1)
+    ids_1T, took = run.split.batch([int(starts[0])], run.device)[0][:, : n + 1], [[] for _ in points]
+    for repeat in range(-1, REPEATS):                         # the first round warms up
+        for point, ms in zip(points, took):
+            cache, steps = make_cache(run.model, 1, n + 1, exit=point["rule"]), 0
+            with run.autocast:
+                run.model.feed(ids_1T[:, :1], cache, exit=point["rule"], exit_threshold=point["threshold"])
+                start = clock(run.device)
+                for i in range(1, n + 1):
+                    run.model.feed(ids_1T[:, i : i + 1], cache, exit=point["rule"], exit_threshold=point["threshold"])
+                    steps += int(cache.taken_BT)
+                seconds = clock(run.device) - start
+            point["timed_depth"] = steps / n
+            ms += [seconds / n * 1e3] * (repeat >= 0)
+    for point, ms in zip(points, took):
+        point["ms_per_token"] = float(np.median(ms))
+
+
+def fit_line(points):
+    """ms per token = a + b x steps by least squares, and how much of the variance that explains."""
+    x, y = [p["timed_depth"] for p in points], [p["ms_per_token"] for p in points]
+    if len(set(x)) < 2:
+        return None                                           # no line through one depth
+    b, a = np.polyfit(x, y, 1)
+    return {"a_ms": float(a), "b_ms": float(b), "r2": float(np.corrcoef(x, y)[0, 1] ** 2)}
+
+
+def measure_exit(run, s):
+    rules, why = rules_of(run.model)
+    if not rules:
+        return {"why": why, "points": []}
+    starts = fixed_windows(run.split, s.eval_tokens)
+    points = [exit_point(run, starts, None, None)]
+    points += [exit_point(run, starts, rule, t) for rule in rules for t in s.exit_thresholds or TRIED[rule] if rule != "cdf" or t <= 1]
+    if s.exit_tokens:
+        time_exits(run, starts, points, s.exit_tokens)
+    fits = {rule: fit_line([p for p in points if p["rule"] == rule]) for rule in rules if s.exit_tokens}
+    return {"windows": len(starts), "layout": run.model.cfg.layout, "points": points, "fits": fits}
+
+
+def report_exit(runs, s):
+    """Loss, steps, FLOPs and time per token when tokens leave early; one picture for all runs."""
+    measured = [(run, measure_exit(run, s)) for run in runs]
+    print(f"exit: tokens leave the loop by their own score, on {measured[0][1].get('windows', 0):,} fixed windows; MFLOP count the score, and the coda that it "
+          f"reads; ms: one row decoded token by token with a cache")
+    tell_unpaired(runs)
+    number = lambda p, name, form: f"{p[name]:{form}}" if p.get(name) is not None else "-"
+    show(("run", "rule", "threshold", "mean depth", "MFLOP/token", "nats/token", "bits/byte", "ms/token", "at depth"),
+         [(run.name, p["rule"] or "none", number(p, "threshold", "g"), f"{p['mean_depth']:.3f}",
+           "-" if p["flops_per_token"] is None else f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", f"{p['bits_per_byte']:.4f}",
+           number(p, "ms_per_token", ".3f"), number(p, "timed_depth", ".3f")) for run, n in measured for p in n["points"]])
+    for run, n in measured:
+        if not n["points"]:
+            print(f"{run.name}: no early exit: {n['why']}")
+        for rule, line in n.get("fits", {}).items():
+            print(f"{run.name}: {rule}: " + ("all thresholds end at one depth" if line is None else
+                  f"ms per token = {line['a_ms']:.3f} + {line['b_ms']:.3f} x mean steps, R^2 {line['r2']:.3f}"))
+    others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
+    return {**measured[0][1], "picture": draw_exit(measured), "compare": others}
+
+
+def draw_exit(measured):
+    """OUT_DIR/exit.png: loss against mean steps, a line for each run and rule, a ring where nobody leaves early."""
+    unit, drawn = common_unit([run for run, _ in measured]), [p for _, n in measured for p in n["points"]]
+    if not drawn or (figure := new_figure(8, 5)) is None:
+        return None
+    axes = figure.subplots()
+    for run, n in measured:
+        for rule in dict.fromkeys(p["rule"] for p in n["points"] if p["rule"]):
+            points = sorted((p for p in n["points"] if p["rule"] == rule), key=lambda p: p["mean_depth"])
+            (line,) = axes.plot([p["mean_depth"] for p in points], [p[unit] for p in points], marker="o", markersize=4,
+                                label=plain(f"{n['layout']} by {rule} ({run.name})"))
+            for p in points:
+                axes.annotate(f"{p['threshold']:g}", (p["mean_depth"], p[unit]), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8,
+                              color=line.get_color())
+            axes.plot(n["points"][0]["mean_depth"], n["points"][0][unit], "o", markersize=11, fillstyle="none", color=line.get_color())
+    axes.margins(0.06, 0.12)                                  # for the numbers
+    axes.set(xlabel="mean steps per token", ylabel=f"validation loss, {unit.replace('_', ' ')}",
+             title="Leaving early (number: threshold; ring: nobody leaves early)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return save_picture(figure, measured[0][0].home / "exit.png")
 
 
 # ----------------------------------------------------------------------------------------------------------- part: router
@@ -768,8 +913,43 @@ def draw_classes(axes, run, n):
 # ------------------------------------------------------------------------------------------------------- tables, the record
 
 
+# ----------------------------------------------------------------------------------------------------------- part: answers
+
+
+@torch.no_grad()
+def measure_answers(run, eval_tokens):
+    """Share of right answers after every depth, in all and by group, on rows evenly spaced over all groups."""
+    cfg, depths, starts = run.model.cfg, exit_depths(run.model.cfg), fixed_windows(run.split, eval_tokens)
+    marks = Marks(run.split, depths)
+    for rows in tqdm(starts.split(run.batch_size), desc=run.name, disable=None, leave=False):
+        ids_BT, targets_BT = run.split.batch(rows, run.device)
+        with run.autocast:
+            for depth, x_BTD in zip(depths, features_at(run.model, ids_BT, depths)):
+                marks(depth, rows, run.model.head(x_BTD), targets_BT)
+    points = [{"depth": depth, "flops_per_token": cfg.flops_per_token(run.split.width - 1, depth=depth), "accuracy": share, "accuracy_by_group": groups,
+               "training": training_at(cfg, depth)} for depth, (share, groups) in zip(depths, marks.shares())]
+    return {"windows": len(starts), "answers": int(marks.asked[0].sum()), "layout": cfg.layout, "update": cfg.update, "points": points}
+
+
+def report_answers(runs, s):
+    """Right answers of a synthetic set after every step (dense: every core block), by group."""
+    for run in runs:
+        if "row" not in run.meta:
+            raise UserError(f"data set {run.dataset!r} of {run.name} asks for no answers; leave the part out, or name another run")
+    measured = [(run, measure_answers(run, s.eval_tokens)) for run in runs]
+    print(f"answers: share of right ones after each step, on {measured[0][1]['windows']:,} rows ({measured[0][1]['answers']:,} answers); k/L = a dense "
+          f"model left after k of its L core blocks")
+    tell_unpaired(runs)
+    groups = list(dict.fromkeys(name for run in runs for name in run.split.groups))
+    rows = [(run.name, depth_name(run.model.cfg, p["depth"]), f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['accuracy']:.3f}",
+             *(f"{p['accuracy_by_group'][name]:.3f}" if name in p["accuracy_by_group"] else "-" for name in groups), p["training"])
+            for run, n in measured for p in n["points"]]
+    show(("run", "depth", "MFLOP/token", "all", *groups, ""), rows)
+    return {**measured[0][1], "compare": [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]}
+
+
 # A part takes the runs, the first one in front, and the settings; it prints and returns its record.
-PARTS = {"loss": report_loss, "depth": report_depth, "router": report_router}
+PARTS = {"loss": report_loss, "depth": report_depth, "exit": report_exit, "router": report_router, "answers": report_answers}
 
 
 def parts_for(words, run):
@@ -777,9 +957,13 @@ def parts_for(words, run):
     routed = run.model.cfg.router != "none"
     if "router" in words and not routed:
         raise UserError(f"{run.name} has no router, so there is nothing for the part router; name a routed run with --out_dir=, or leave the part out")
+    rules, why = rules_of(run.model)
+    if "exit" in words and not rules:
+        raise UserError(f"{run.name}: {why}; name another run with --out_dir=, or leave the part out")
+    has = {"router": routed, "exit": bool(rules) and not routed, "answers": "row" in run.meta}
     if not words and not routed:
         print(f"note: {run.name} has no router: the part router is left out", file=sys.stderr)
-    return list(dict.fromkeys(words or [name for name in PARTS if routed or name != "router"]))
+    return list(dict.fromkeys(words or [name for name in PARTS if has.get(name, True)]))
 
 
 def show(head, rows):
@@ -819,6 +1003,9 @@ def parse(argv):
             hint = f"; a run is --out_dir={word}" if Path(word).exists() else near(word, PARTS) or f"; its parts are {', '.join(PARTS)}"
             raise UserError(f"command line: eval.py has no part {word!r}{hint}")
     check_ranges(s, RANGES)
+    for threshold in s.exit_thresholds:
+        if not 0 <= threshold < math.inf:
+            raise UserError(f"{s.origins['exit_thresholds']}: exit_thresholds={s.exit_thresholds}: {threshold} is out of range; give numbers from 0 up")
     for threshold in s.thresholds:
         if not 0 <= threshold <= 1:
             raise UserError(f"{s.origins['thresholds']}: thresholds={s.thresholds}: {threshold} is out of range; give numbers from 0 to 1")

@@ -617,9 +617,10 @@ class KVCache:
         for j in range(self.cfg.n_core):
             self.core[self.core_slot(step, j)][:, place_C] = self.core[self.core_slot(step - 1, j)][:, place_C]
 
-    def compress(self, how):
-        """A cache with one slot per core block, as `how` says, in place of this one, whose outer slots it takes over."""
-        return self if how == "full" else CompressedCache(self, how)
+    def compress(self, how, taken_P=None):
+        """A cache with one slot per core block, as `how` says, in place of this one, whose outer slots it takes over. taken_P: how
+        many steps the token in each place took (None: all)."""
+        return self if how == "full" else CompressedCache(self, how, taken_P)
 
 
 class ArrivalCache(KVCache):
@@ -672,12 +673,13 @@ class CompressedCache(KVCache):
     A new token's step r writes its K_r, V_r in place, attends to {compressed past, itself}, and settle() then replaces
     the entry by the first / last / running mean of its steps: right whenever a token stops. One token per row and call."""
 
-    def __init__(self, full, how):
+    def __init__(self, full, how, taken_P=None):
         vars(self).update(vars(full))                         # same rows, places, lengths and outer slots
         self.core, self.fold = [self.new_slot(self.n_places) for _ in range(self.cfg.n_core)], FOLDS[how]
         for step, row in enumerate(block_table(self.cfg, self.depth)):
             for j, block in enumerate(row):
-                self.core[block].copy_(self.fold(self.core[block], full.core[full.core_slot(step, j)], step))
+                kept = self.fold(self.core[block], full.core[full.core_slot(step, j)], step)
+                self.core[block].copy_(kept if taken_P is None else torch.where(taken_P[:, None, None] > step, kept, self.core[block]))
         # What is kept of the token at hand while its entry is in use; `last` keeps the entry itself.
         self.scratch = [] if how == "last" else [slot.new_zeros(2, self.n_rows, *slot.shape[2:]) for slot in self.core]
 
@@ -747,6 +749,7 @@ class ExitCache(ExitNoCache):
         self.inner, self.cfg = inner, inner.cfg
         self.inner.outer = inner.outer[: self.cfg.n_prelude]
         self.coda = [[inner.new_slot(inner.n_places) for _ in range(self.cfg.n_coda)] for _ in range(max(1, inner.depth))]
+        self.taken_P = torch.zeros(inner.n_rows * inner.n_places, dtype=torch.long, device=inner.device)
 
     def open(self, B, T, n_new_B, device):
         self.last_step, position_BT = 0, self.inner.open(B, T, n_new_B, device)
@@ -759,6 +762,7 @@ class ExitCache(ExitNoCache):
         self.last_step = step
         self.inner.arrive(step, who)
         self.window = self.inner.at_positions(who)
+        self.taken_P[self.window.place_C] = step + 1
 
     def carry(self, step):
         place_C = self.inner.outer_window.place_C
@@ -779,7 +783,7 @@ class ExitCache(ExitNoCache):
         return self.exit_seat(0, i)                           # at depth 0
 
     def compress(self, how):
-        self.inner = self.inner.compress(how)
+        self.inner = self.inner.compress(how, self.taken_P)
         return self
 
     def nbytes(self):

@@ -365,7 +365,7 @@ def one_line(error):
 # in both; validation rows stand in order of difficulty, a group after the other.
 EXAMPLE_TOKENS = 5_000_000  # of both splits, where max_tokens does not say: a few minutes of training on a laptop, once over
 N_LETTERS = 4               # few: each comes again soon, and hops stay short
-ROW = 64                    # tokens
+ROW = 48                    # tokens: four hops go back a dozen, and short rows mean many steps a minute
 
 
 class Task(NamedTuple):
@@ -756,8 +756,9 @@ READS = {"query": "attention_norm", "key": "attention_norm", "value": "attention
 @dataclass
 class WeightsConfig:
     """Conversion of a dense run"""
-    shared: str = key("stepwise", "Where the core's weights come from: stepwise = layers evenly spaced over the loop; average = "
-                      "each block is the mean of the layers that it stands for; lower = the loop's first.", choices=tuple(SHARED))
+    shared: str | None = key(None, "Where the core's weights come from: stepwise = layers evenly spaced over the loop; average = each block "
+                             "is the mean of the layers that it stands for; lower = the loop's first; None = average with lora_rank above 0, "
+                             "else stepwise.", choices=tuple(SHARED))
 
 
 def prefixes(cfg):
@@ -872,7 +873,7 @@ def weights(argv):
     """Starting weights for a recursive model, out of a dense run with as many layers as it executes blocks.
 
     python prepare.py weights out/gpt_tiny config/rrt_tiny.py --out_dir=out/rrt_start
-    python train.py --init_from=out/rrt_start --out_dir=out/rrt_tiny
+    python train.py --init_from=out/rrt_start --out_dir=out/rrt_tiny --learning_rate=6e-4
 
     First and last layers become prelude and coda. Those between share the core's weights, and where lora_rank is above 0
     each step adds to each linear what the shared weights miss, as far as the rank reaches. The folder that is written is
@@ -885,7 +886,7 @@ def weights(argv):
     if len(s.words) != 2 or not s.files:
         raise UserError(f"weights takes a dense run and a config file, got {shlex.join(argv[1:]) or 'neither'}; for example: "
                         f"python prepare.py weights out/gpt_tiny config/rrt_tiny.py")
-    shared, folder, path = s.values.pop("shared"), train.wanted_folder(s), train.checkpoint_of(s.words[1])
+    shared, folder, path = s.values.pop("shared") or ("average" if s.lora_rank else "stepwise"), train.wanted_folder(s), train.checkpoint_of(s.words[1])
     if (folder / "ckpt.pt").exists():
         raise UserError(f"{folder} holds a run already; choose another --out_dir=")
     dense = train.load_checkpoint(path)
@@ -907,7 +908,8 @@ def weights(argv):
     loss = measure(model, s, kin)
     save_start(folder, s, {"model": state, "val_loss": loss, "model_config": asdict(cfg), **kin, "converted": about})
     print(f"validation {loss:.4f} nats/token; the source, at its {then}\n"
-          f"next: python train.py --init_from={shlex.quote(str(folder))} --out_dir={shlex.quote(f'{folder}_tuned')}")
+          f"next: python train.py --init_from={shlex.quote(str(folder))} --out_dir={shlex.quote(f'{folder}_tuned')} "
+          f"--learning_rate={0.3 * s.learning_rate:.2g}")
 
 
 def save_start(folder, s, state):

@@ -515,12 +515,17 @@ class Marks:
         self.right[k].index_add_(0, group_B, (logits_BTV.argmax(-1) == targets_BT).sum(1).double().cpu())
         self.asked[k].index_add_(0, group_B, (targets_BT != -100).sum(1).double().cpu())
 
-    def numbers(self, world):
-        """Shares of right answers: at the last depth in all and by group (of rows that were looked at), and by depth."""
+    def shares(self, world=ALONE):
+        """For each depth the share of right answers, and {group: its share} of the groups that were looked at."""
         right, asked = world.sum(self.right), world.sum(self.asked)
-        groups = {name: r / n for name, r, n in zip(self.split.groups, right[-1].tolist(), asked[-1].tolist()) if n}
-        by_depth = dict(zip(self.depths, (right.sum(1) / asked.sum(1)).tolist()))
-        return {"accuracy": by_depth[self.depths[-1]], "accuracy_by_group": groups, "accuracy_by_depth": by_depth}
+        by_group = [{name: r / n for name, r, n in zip(self.split.groups, *row) if n} for row in zip(right.tolist(), asked.tolist())]
+        return list(zip((right.sum(1) / asked.sum(1)).tolist(), by_group))
+
+
+def answer_numbers(marks, world):
+    """What the log keeps: the shares at the last depth, and by depth."""
+    shares = marks.shares(world)
+    return {"accuracy": shares[-1][0], "accuracy_by_group": shares[-1][1], "accuracy_by_depth": {d: share for d, (share, _) in zip(marks.depths, shares)}}
 
 
 def answers_line(numbers):
@@ -613,7 +618,7 @@ def at_edge(cfg, numbers):
     for step, share in numbers.get("go_on", {}).items() if cfg.router_choice == "score" else ():
         due = chosen[step + 1] / chosen[step]                 # of the tokens asked
         low, high = min(FEW, due / 10), max(1 - FEW, 1 - (1 - due) / 10)         # a step that is to take few, or nearly all, may
-        if due < 1 and not low <= share <= high:
+        if not low <= share <= high:
             return (f"{100 * share:.1f}% of the tokens asked take step {step} (a router that chooses: {100 * low:.3g} to {100 * high:.3g}%; its capacity: "
                     f"{100 * due:.3g}%); try a larger router_loss, {'' if cfg.aux_router else 'aux_router=True, '}or another threshold")
     if cfg.router == "token":
@@ -649,7 +654,8 @@ def commit():
         head = run("rev-parse", "--short", "HEAD")
         if head.returncode or not (HERE / ".git").exists():
             return "unknown"
-        return head.stdout.strip() + ("+" if run("status", "--porcelain", "--untracked-files=no").stdout.strip() else "")
+        changed = run("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)config/ladder/results.jsonl")       # a record, no code
+        return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
@@ -1209,7 +1215,7 @@ class Run:
         run = functools.partial(evaluate, self.model, self.val_split, starts, batch_size=self.s.batch_size, device=self.device, autocast=self.autocast,
                                 world=self.world)
         by_depth = run(eval_depths(cfg), look=tally.look, mark=marks)
-        loss, routed, answered = by_depth[cfg.n_recur], {}, marks.numbers(self.world) if marks else {}
+        loss, routed, answered = by_depth[cfg.n_recur], {}, answer_numbers(marks, self.world) if marks else {}
         unit = {"bits_per_byte": loss * bits} if not marks else {}               # no text, no bytes
         line = f"step {self.step:6d} | validation {loss:.4f} nats/token" + (f" = {loss * bits:.4f} bits/byte" if not marks else "")
         if len(by_depth) > 1:

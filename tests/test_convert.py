@@ -2,12 +2,14 @@
 
     python -m pytest -q tests/test_convert.py
 """
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import eval as evaluation
 import prepare
 import sample
 import train
@@ -176,9 +178,11 @@ def checkpoint(folder):
 @pytest.mark.slow
 def test_a_converted_run_with_lora_trains_on_from_the_loss_it_was_given(go, capsys):
     start = checkpoint(go())
-    assert start["converted"]["source_step"] == 12 and start["converted"]["shared"] == "stepwise" and start["converted"]["lora_rank"] == 3
-    assert f"validation {start['val_loss']:.4f} nats/token; the source, at its step 12: {checkpoint('out/dense')['val_loss']:.4f}" in capsys.readouterr().out
-    assert Path("out/start/config.py").read_text().startswith("# Converted from 'out/dense/ckpt.pt', step 12, by prepare.py weights --shared=stepwise\n")
+    assert start["converted"]["source_step"] == 12 and start["converted"]["shared"] == "average" and start["converted"]["lora_rank"] == 3
+    said = capsys.readouterr().out
+    assert f"validation {start['val_loss']:.4f} nats/token; the source, at its step 12: {checkpoint('out/dense')['val_loss']:.4f}\n" in said
+    assert said.endswith("next: python train.py --init_from=out/start --out_dir=out/start_tuned --learning_rate=0.003\n")
+    assert Path("out/start/config.py").read_text().startswith("# Converted from 'out/dense/ckpt.pt', step 12, by prepare.py weights --shared=average\n")
     train.main(["--init_from=out/start", "--out_dir=out/unmoved", "--max_iters=0"])             # with the folder's own config
     assert all(torch.equal(w, start["model"][name]) for name, w in checkpoint("out/unmoved")["model"].items())
     assert checkpoint("out/unmoved")["val_loss"] == pytest.approx(start["val_loss"], abs=1e-6)
@@ -188,6 +192,9 @@ def test_a_converted_run_with_lora_trains_on_from_the_loss_it_was_given(go, caps
     assert all(not torch.equal(w, start["model"][name]) for name, w in tuned["model"].items() if "lora" in name)
     model, tokenizer, about = sample.load_run("out/start", "cpu")
     assert about["step"] == 0 and model.cfg.layout == "1+1x2+1"
+    evaluation.main(["loss", "--out_dir=out/start"])
+    part = json.loads(Path("out/start/eval.json").read_text())["parts"]["loss"]
+    assert part["train"]["agrees"] and part["train"]["stored_step"] == 0
 
 
 @pytest.mark.slow
@@ -196,9 +203,12 @@ def test_a_command_of_full_rank_lora_keeps_the_donors_loss_and_rank_0_does_not(g
     torch.save({**state, "model": loud(GPTConfig(**state["model_config"])).state_dict()}, "out/dense/ckpt.pt")
     train.main(["--init_from=out/dense", "--out_dir=out/same", "--max_iters=0", "--eval_tokens=256"])
     donor = checkpoint("out/same")["val_loss"]
-    full, none = checkpoint(go(lora_rank=16)), checkpoint(go(lora_rank=0, out_dir="out/none", shared="average"))
-    assert full["val_loss"] == pytest.approx(donor, abs=1e-4) and abs(none["val_loss"] - donor) > 0.1
+    full, none = checkpoint(go(lora_rank=16)), checkpoint(go(lora_rank=0, out_dir="out/none"))
+    assert full["val_loss"] == pytest.approx(donor, abs=1e-4) and abs(none["val_loss"] - donor) > 0.01
     assert not any("lora" in name for name in none["model"]) and none["converted"]["kept"] == {}
+    assert (full["converted"]["shared"], none["converted"]["shared"]) == ("average", "stepwise")
+    for name in HOW:
+        assert checkpoint(go(lora_rank=0, out_dir=f"out/{name}", shared=name))["converted"]["shared"] == name
 
 
 @pytest.mark.slow

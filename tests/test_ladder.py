@@ -231,7 +231,7 @@ def test_a_stopped_ladder_stops_its_runs_begins_none_and_waits_until_they_have_s
     sent = []
 
     class Asked:
-        """Ends at the third look after it was asked to."""
+        """Ends some looks after it was asked to, the first one sooner than the second."""
         returncode = None
 
         def __init__(self, *args, **kwargs):
@@ -241,9 +241,11 @@ def test_a_stopped_ladder_stops_its_runs_begins_none_and_waits_until_they_have_s
             sent.append((self, signal))
 
         def poll(self):
-            os.kill(os.getpid(), which) if not sent and not self.looks else None
+            if self is processes[0] and not self.looks:
+                os.kill(os.getpid(), which)
             self.looks += 1
-            self.returncode = 130 if len(sent) and self.looks > 4 else None
+            assert self.looks < 50                                        # a ladder that waits for ever
+            self.returncode = 130 if sent and self.looks > 4 * (1 + processes.index(self)) else None
             return self.returncode
 
     processes = []
@@ -251,8 +253,8 @@ def test_a_stopped_ladder_stops_its_runs_begins_none_and_waits_until_they_have_s
     monkeypatch.setattr(bench.time, "sleep", lambda seconds: None)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        go(jobs=1)
-    assert len(processes) == 1 and sent == [(processes[0], signal.SIGINT)] and processes[0].returncode == 130
+        go(jobs=2)
+    assert len(processes) == 2 and sent == [(process, signal.SIGINT) for process in processes] and {process.returncode for process in processes} == {130}
     assert "the same command goes on" in go.err and "failed" not in go.err
     assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
 
@@ -379,6 +381,24 @@ def test_training_flops_of_a_ladder_are_those_of_the_depths_that_were_drawn(go, 
     assert results_of()[name, 5]["training_flops"] == pytest.approx(expected, rel=1e-9) and len(steps) == 4
 
 
+def test_training_flops_of_a_ladder_count_no_backward_through_steps_that_gradients_do_not_reach(go):
+    go("toy.py", seeds=5, log_interval=1, update="inject", gate_noise=0.0, depth_sampling="poisson", bptt=2)
+    (log,) = Path("out/ladder").glob("*/log.jsonl")
+    steps = [event for event in map(json.loads, log.read_text("utf-8").splitlines()) if event["event"] == "step"]
+    cfg = train.parse(["toy.py", "--update=inject", "--gate_noise=0"]).build(GPTConfig, vocab_size=320)
+    forward = lambda depth: cfg.flops_per_token(cfg.block_size, depth=depth)  # noqa: E731
+    expected = sum(step["tokens_per_update"] * (forward(step["depth"]) + 2 * forward(min(2, step["depth"]))) for step in steps)
+    assert results_of()["toy", 5]["training_flops"] == expected and max(step["depth"] for step in steps) > 2
+
+
+def test_training_flops_of_a_ladder_count_coda_head_and_exit_gate_of_every_step_with_ouros_loss():
+    cfg, last, more = (GPTConfig(vocab_size=320, block_size=32, n_embd=16, n_head=2, n_prelude=1, n_core=1, n_recur=4, n_coda=n_coda, loss=loss)
+                       for n_coda, loss in ((1, "every"), (1, "last"), (2, "last")))
+    s = SimpleNamespace(seed=1, batch_size=4, gradient_accumulation_steps=1, max_iters=10)
+    ends = more.flops_per_token(32) - last.flops_per_token(32) + 2 * 16 * 320
+    assert bench.training_flops(cfg, s) - bench.training_flops(last, s) == pytest.approx(3 * 10 * 4 * 32 * (3 * ends + 4 * 2 * 16))
+
+
 def test_seconds_of_a_ladder_count_a_step_that_was_taken_again_once():
     log = [{"step": 10, "ms_per_update": 100}, {"step": 20, "ms_per_update": 300}, {"step": 20, "ms_per_update": 200}, {"step": 25, "ms_per_update": 400}]
     assert bench.seconds_of(log) == pytest.approx(1 + 2 + 2)
@@ -426,4 +446,4 @@ def test_the_rungs_of_a_ladder_differ_in_the_loop_alone_and_execute_as_many_bloc
 def test_the_rungs_of_a_ladder_are_numbered_in_order():
     for folder in LADDERS:
         numbers = [int(path.name.split("_")[0]) for path in sorted(folder.glob("*.py"))]
-        assert numbers == sorted(set(numbers)) and numbers[0] == 1, folder
+        assert numbers == list(range(1, len(numbers) + 1)), folder

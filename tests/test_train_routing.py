@@ -38,7 +38,7 @@ def test_a_step_counts_how_many_tokens_took_each_depth():
     model = GPT(tiny(**LAYOUT, router="expert")).train()
     batches = [(some_ids(2, 16, seed=i), some_ids(2, 16, seed=i)) for i in range(3)]
     seeds = [(i, i) for i in range(3)]
-    loss, load = step_gradients(model, batches, seeds, NO_AUTOCAST, n_recur=4)
+    loss, load = step_gradients(model, batches, seeds, NO_AUTOCAST, most=4)
     assert load.tolist() == [0, 24, 24, 24, 24]                      # capacities 16, 12, 8, 4 of 16: four leave at each step
     assert step_gradients(model, batches, seeds, NO_AUTOCAST) == (loss, None)
     assert train.mean_depth(load.tolist()) == 2.5 and train.max_vio(load.tolist()) == 0
@@ -293,6 +293,7 @@ def test_an_edge_is_measured_by_what_a_step_is_to_take_and_the_advice_is_what_is
     of = lambda **keys: at_edge(tiny(**LAYOUT, **{"router": "expert", **keys}), stuck)  # noqa: E731
     assert of(capacity=[1.0, 0.5, 0.5, 0.005], block_size=1000) is None              # step 2 takes whoever is left, step 3 one in a hundred of them
     assert "100.0% of the tokens asked take step 2" in of(capacity=[1.0, 0.5, 0.4, 0.3]) and "0.2% of the tokens asked take step 3" in of(capacity=[1.0, 0.5, 0.5, 0.2])
+    assert "0.0% of the tokens asked take step 2" in at_edge(tiny(**LAYOUT, router="expert", capacity=[1.0, 0.5, 0.5, 0.2]), {"go_on": {2: 0.0}})
     assert of(router_choice="random") is None
     assert "try a larger router_loss, or another threshold" in of(aux_router=True)
     assert "try a larger router_bias_rate, or a smaller" in at_edge(tiny(**LAYOUT, router="token", router_balance="bias"), {"depth_shares": even})
@@ -385,7 +386,7 @@ def test_a_step_computed_again_chooses_the_same_tokens(keys):
         model = loud(tiny(**LAYOUT, dropout=0.1, state_noise=0.1, **keys)).train()
         if lean:
             train.checkpoint_activations(model)
-        loss, load = step_gradients(model, [(ids_BT, ids_BT)], [(1, 1)], NO_AUTOCAST, n_recur=4)
+        loss, load = step_gradients(model, [(ids_BT, ids_BT)], [(1, 1)], NO_AUTOCAST, most=4)
         grads.append((loss, load, [p.grad for p in model.parameters()]))
     assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
     for a, b in zip(grads[0][2], grads[1][2]):
