@@ -15,27 +15,26 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, make_cache, no_cache, stream
 
-NORMS = {"plain": {}, "sandwich": dict(sandwich_norm=True), "loop": dict(loop_norm=True), "both": dict(sandwich_norm=True, loop_norm=True)}
+NORMS = {"plain": {}, "sandwich": dict(sandwich_norm=True), "loop": dict(loop_norm=True)}
+UPDATES = ["replace", "inject", "gate", "random inject", "random gate"]            # random: the first state
 EXITS = [(None, None), ("kl", 0.15), ("kl", 0.5), ("cdf", 0.6), ("cdf", 0.9)]
 
 
 def config_of(case):
     loss = "every" if case["exit"][0] == "cdf" else "last"
     return tiny(**layout(case["layout"]), **NORMS[case["norms"]], loss=loss, bias=case["block"] == "gpt2", n_kv_head=2, router_alpha=0.7 if case["router"] == "expert" else None,
-                **{name: case[name] for name in ("block", "update", "state_init", "lora_rank", "kv", "router")})
+                update=case["update"].split()[-1], state_init="random" if " " in case["update"] else "anchor", **{name: case[name] for name in ("block", "lora_rank", "kv", "router")})
 
 
 def legal(case):
-    routed, loops = case["router"] != "none", "loop" in case["norms"] or case["norms"] == "both"
-    return not (case["state_init"] == "random" and case["update"] == "replace" or routed and (loops or case["exit"][0] == "cdf")
-                or case["depth"] == 5 and (routed or case["lora_rank"]))
+    routed = case["router"] != "none"
+    return not (routed and (case["norms"] == "loop" or case["exit"][0] == "cdf") or case["depth"] == 5 and (routed or case["lora_rank"]))
 
 
 # Few models in which every two choices meet.
 GRID = all_pairs({
-    "layout": ["0+2x4+0", "1+2x3+1", "1+1x4+2"], "block": ["gpt2", "llama"], "update": ["replace", "inject", "gate"], "state_init": ["anchor", "random"],
-    "lora_rank": [0, 2], "norms": list(NORMS), "kv": ["own", "share", "share_k", "share_v"], "router": ["none", "expert"], "exit": EXITS,
-    "depth": [2, None, 5]}, legal)
+    "layout": ["0+2x4+0", "1+2x3+1", "1+1x4+2"], "block": ["gpt2", "llama"], "update": UPDATES, "lora_rank": [0, 2], "norms": list(NORMS), "kv": ["own", "share", "share_k", "share_v"],
+    "router": ["none", "expert"], "exit": EXITS, "depth": [2, None, 5]}, legal)
 
 
 def case_name(case):

@@ -197,6 +197,15 @@ def test_before_bptts_steps_nothing_is_kept_for_backward():
     assert saved(2, 2) == saved(2, 3) == saved(2, 9) < saved(3, 9) < saved(None, 9)
 
 
+def test_under_autocast_bptt_reaches_every_weight():
+    """A weight that was cast in a step without gradients must not be the one that the last steps use."""
+    model, ids_BT = loud(tiny(**POISSON)).train(), some_ids(2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids_BT, ids_BT, seed=(1, 2), depth=5).loss
+    for (name, grad), exact in zip(gradients(model, loss).items(), gradients(model, model(ids_BT, ids_BT, seed=(1, 2), depth=5).loss).values()):
+        assert grad.norm().item() == pytest.approx(exact.norm().item(), rel=0.05), name
+
+
 def test_bptt_with_recomputed_steps_gives_the_same_gradients():
     grads = []
     for lean in (False, True):
@@ -285,6 +294,14 @@ def test_lora_at_the_start_changes_no_logit_and_no_gradient(keys):
     for name, grad in grads.items():                                                # B is 0, so A has no pull yet
         if ".lora." in name:
             assert (".lora.up." in name) == bool(grad.any()), name
+
+
+@pytest.mark.parametrize("keys", [dict(bias=True), dict(block="llama", n_kv_head=2)], ids=str)
+def test_lora_equals_the_specification(keys):
+    model, ids_T = loud(tiny(**RRT, **keys)).double(), some_ids(5)
+    sequence = spec.Sequence(model.cfg, model.state_dict())
+    for logits_V, id in zip(model(ids_T[None]).logits[0], ids_T.tolist()):
+        torch.testing.assert_close(sequence.token(id), logits_V, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("keys", [dict(), dict(block="llama", n_kv_head=2)], ids=str)
