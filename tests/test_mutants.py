@@ -410,6 +410,154 @@ MUTANTS = {
         'if cache in ("first", "mean")',
         'if cache == "mean"',
         "test_counts::test_kv_bytes_are_those_of_the_cache_to_the_byte"),
+
+    # ---- poisson, lora, ouro
+    "bptt detaches nothing": (
+        "torch.is_grad_enabled() and step >= depth - self.bptt",
+        "torch.is_grad_enabled()",
+        "test_rivals::test_bptt_of_one_step_is_the_gradient_of_a_one_step_model_from_where_the_others_came"),
+    "bptt counts from the first step": (
+        "step >= depth - self.bptt",
+        "step < self.bptt",
+        "test_rivals::test_bptt_of_one_step_is_the_gradient_of_a_one_step_model_from_where_the_others_came"),
+    "poisson forgets its one step": (
+        "torch.poisson(tau.exp(), generator=rng)) + 1",
+        "torch.poisson(tau.exp(), generator=rng))",
+        "test_rivals::test_poisson_depths_are_on_average_one_more_than_rbar_with_a_heavy_tail"),
+    "poisson's tail is thin": (
+        "0.5 * torch.randn((), generator=rng)",
+        "0.5**2 / 2 + 0.0 * torch.randn((), generator=rng)",
+        "test_rivals::test_poisson_depths_are_on_average_one_more_than_rbar_with_a_heavy_tail"),
+    "every rank draws its own depth": (
+        "generator(shared)) if depth is None",
+        "generator(shared + own)) if depth is None",
+        "test_rivals::test_two_ranks_draw_the_same_poisson_depth_and_first_states_of_their_own"),
+    "a first state forgets its position": (
+        "self.still[position_BT]",
+        "self.still[torch.zeros_like(position_BT) + torch.arange(position_BT.size(1))]",
+        "test_rivals::test_a_random_first_state_of_poisson_follows_the_position_while_decoding"),
+    "training begins with evaluation's first state": (
+        "return truncated_normal(still_BTD.shape, std, fold_in(self.seed, \"first state\"), still_BTD.device).to(still_BTD.dtype)",
+        "return still_BTD",
+        "test_rivals::test_in_training_a_random_first_state_of_poisson_is_the_calls_own"),
+    "a first state is not cut": (
+        "nn.init.trunc_normal_(torch.empty(shape, device=device), 0, std, -3 * std, 3 * std, generator=",
+        "torch.empty(shape, device=device).normal_(0, std, generator=",
+        "test_rivals::test_a_random_first_state_of_poisson_is_normal_cut_at_three_sigma"),
+    "steps share their low-rank additions": (
+        "(self.down[j][name][step], self.up[j][name][step])",
+        "(self.down[j][name][0], self.up[j][name][0])",
+        "test_rivals::test_a_step_reads_its_own_lora_and_no_other"),
+    "key and value swap their low-rank additions": (
+        'zip(("query", "key", "value"), B.split',
+        'zip(("query", "value", "key"), B.split',
+        "test_rivals::test_lora_equals_the_specification"),
+    "low-rank additions decay": (
+        'p.dim() >= 2 and ".lora." not in name',
+        "p.dim() >= 2",
+        "test_rivals::test_lora_does_not_decay"),
+    "B does not start at zero": (
+        'if name.startswith("down") else nn.init.zeros_(p)',
+        'if name.startswith("down") else nn.init.normal_(p, std=0.02)',
+        "test_rivals::test_lora_at_the_start_changes_no_logit_and_no_gradient"),
+    "certain exits are rewarded": (
+        "model.cfg.exit_entropy * mean(",
+        "-model.cfg.exit_entropy * mean(",
+        "test_rivals::test_with_uniform_chances_ouros_loss_is_the_mean_over_steps_less_beta_log_r"),
+    "the last step asks its exit gate": (
+        "torch.cat((before_RN[:-1] + F.logsigmoid(z_RN[:-1]), before_RN[-1:]))",
+        "before_RN + F.logsigmoid(z_RN)",
+        "test_rivals::test_ouros_exit_chances_sum_to_one_and_follow_the_product_rule"),
+    "a step's chance forgets those before": (
+        "torch.cat((before_RN[:-1] + F.logsigmoid(z_RN[:-1]), before_RN[-1:]))",
+        "torch.cat((F.logsigmoid(z_RN[:-1]), before_RN[-1:]))",
+        "test_rivals::test_ouros_exit_chances_sum_to_one_and_follow_the_product_rule"),
+    "the exit gate does not learn from the cross-entropies": (
+        "scale * ctx.ce_Q if ctx.needs_input_grad[3] else None",
+        "None",
+        "test_rivals::test_ouros_chunked_loss_has_the_gradients_of_cross_entropy"),
+    "the chances do not weigh the gradients": (
+        "weight_n[:, None] / sum_n1",
+        "(weight_n != 0)[:, None] / sum_n1",
+        "test_rivals::test_ouros_chunked_loss_has_the_gradients_of_cross_entropy"),
+    "only the last step is supervised": (
+        "self.x[step] = self.finish(",
+        "self.x[0] = self.finish(",
+        "test_rivals::test_ouros_loss_equals_the_specification"),
+    "the loop's norm is left out": (
+        "self.norm(self.router.merge(h_ACD, x_ACD, write, who, step))",
+        "self.router.merge(h_ACD, x_ACD, write, who, step)",
+        "test_rivals::test_ouros_loss_equals_the_specification"),
+    "the norm after attention is left out": (
+        "x_BTD = self.attention_after(",
+        "x_BTD = (",
+        "test_rivals::test_ouros_loss_equals_the_specification"),
+    "the norm after the mlp is left out": (
+        "return self.mlp_after(",
+        "return (",
+        "test_rivals::test_ouros_loss_equals_the_specification"),
+
+    # ---- early exit
+    "the exit score compares with the first step": (
+        "log_p_ACV if self.log_p_BTV is None else who.put(self.log_p_BTV, log_p_ACV)",
+        "log_p_ACV if self.log_p_BTV is None else self.log_p_BTV",
+        "test_exit::test_exit_by_kl_compares_the_predictions_of_a_step_and_of_the_one_before"),
+    "the exit score is the other way round": (
+        "log_p_ACV.exp() * (log_p_ACV - who.take(last))",
+        "who.take(last).exp() * (who.take(last) - log_p_ACV)",
+        "test_exit::test_exit_by_kl_compares_the_predictions_of_a_step_and_of_the_one_before"),
+    "the exit gate's chances are not added up": (
+        "log_stay_AC1 = log_stay_AC1 + who.take(self.log_stay_BT1)",
+        "pass",
+        "test_exit::test_exit_by_cdf_adds_up_the_exit_gates_chances"),
+    "who leaves stays": (
+        "return who.pick(compact(~self.leaves(x_ACD, who), who.real_AC), *h_BTD.shape[:2])",
+        "self.leaves(x_ACD, who)\n        return who",
+        "test_exit::test_a_token_that_left_by_exit_is_computed_no_more"),
+    "a token is read with its first features": (
+        "x_ACD if self.x_BTD is None else who.put(self.x_BTD, x_ACD)",
+        "x_ACD if self.x_BTD is None else self.x_BTD",
+        "test_exit::test_exit_by_kl_compares_the_predictions_of_a_step_and_of_the_one_before"),
+    "what left is not carried on": (
+        "if who.index_AC is not None:                          # some have left",
+        "if False:",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "the core does not carry on what left": (
+        "            self.inner.carry(step, place_C)",
+        "            pass",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "steps that nobody took stay empty": (
+        "for step in range(self.last_step + 1, self.depth):",
+        "for step in ():",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "who left is seen as it was at step 0": (
+        "self.core[self.core_slot(step - 1, j)][:, place_C]",
+        "self.core[self.core_slot(0, j)][:, place_C]",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "a full forward keeps what step 0 made": (
+        "        return True\n\n\ndef kept_seat",
+        "        return step == 0\n\n\ndef kept_seat",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "who left is not there": (
+        '("own", "stay"): StayNoCache',
+        '("own", "stay"): NoCache',
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "the K and V of leavers are forgotten": (
+        "self.store[:] = [self.who.put(old, x) for old, x in zip(self.store or new, new)]",
+        "self.store[:] = [self.who.put(torch.zeros_like(old), x) for old, x in zip(self.store or new, new)]",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "a mean counts a leaver's last step again and again": (
+        "kept if taken_P is None else torch.where(taken_P[:, None, None] > step, kept, self.core[block])",
+        "kept",
+        "test_exit::test_a_compressed_cache_with_exit_folds_the_steps_that_a_token_took"),
+    "the coda of later steps is not counted": (
+        "(1 if exit is None else max(1, depth))",
+        "1",
+        "test_exit::test_exit_kv_bytes_are_those_of_the_cache_to_the_byte"),
+    "the exit score costs nothing": (
+        "score = 0 if exit is None else depth * EXITS[exit].flops(self) + (depth - 1)",
+        "score = 0 if exit is None else (depth - 1)",
+        "test_exit::test_exit_flops_are_the_flops_of_a_real_forward"),
 }
 
 
