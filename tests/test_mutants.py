@@ -481,8 +481,8 @@ MUTANTS = {
         "(weight_n != 0)[:, None] / sum_n1",
         "test_rivals::test_ouros_chunked_loss_has_the_gradients_of_cross_entropy"),
     "only the last step is supervised": (
-        "self.x[step] = self.finish(",
-        "self.x[0] = self.finish(",
+        "states=(*who.states, h_BTD)",
+        "states=(h_BTD,)",
         "test_rivals::test_ouros_loss_equals_the_specification"),
     "the loop's norm is left out": (
         "self.norm(self.router.merge(h_ACD, x_ACD, write, who, step))",
