@@ -16,6 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from test_model import LargestTensor
 from tiny import layout, loud, some_ids, tiny
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from toy import flags, make_config, make_data
 
 import bench
@@ -368,6 +370,21 @@ def test_a_vector_of_steps_gives_every_row_the_lora_of_its_own(keys):
     assert not torch.allclose(together[0], block(x_BTD[:1], cos, sin, None, lora.at(1, 1))[0])
 
 
+def counted_flops(model, *args, **options):
+    """Of a forward pass, matrix products alone."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model.requires_grad_(False)(*args, **options)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("keys", [dict(), dict(update="gate"), dict(block="llama", n_kv_head=2), dict(kv="share"), dict(kv="share_k"), dict(kv="share_v", n_kv_head=1)], ids=str)
+def test_lora_flops_are_those_of_a_real_forward(keys):
+    cfg, plain = (tiny(**LAYOUT, **keys, lora_rank=rank) for rank in (3, 0))
+    for depth in (0, 1, 3):
+        more = counted_flops(loud(cfg), some_ids(2, 12), depth=depth) - counted_flops(loud(plain), some_ids(2, 12), depth=depth)
+        assert more == 2 * 12 * (cfg.flops_per_token(12, depth=depth) - plain.flops_per_token(12, depth=depth)) and (more > 0) == (depth > 0)
+
+
 # ------------------------------------------------------------------------------------------------------- ouro: every step
 
 
@@ -497,6 +514,17 @@ def test_outside_training_and_without_targets_ouro_is_a_plain_model():
     out = model.eval()(ids_BT, targets_BT)
     assert torch.equal(out.loss, plain(ids_BT, targets_BT).loss) and set(out.losses) == {"ce"}
     assert torch.equal(model.train()(ids_BT, targets_BT).logits, plain(ids_BT).logits)                  # of the last step
+
+
+@pytest.mark.parametrize("n_coda", [0, 2])
+def test_ouros_training_flops_are_those_of_a_real_forward(n_coda):
+    cfg, ids_BT = tiny(**{**OURO, "n_coda": n_coda}, fused_loss=True), some_ids(2, 12)
+    for depth in (1, 4):
+        attentions = cfg.n_prelude + depth * (cfg.n_core + n_coda)
+        full_attention = attentions * 4 * cfg.n_embd * 12                           # what ran, per token: the whole square; half of it is counted
+        exact = cfg.train_flops_per_token(12, depth) - depth * 2 * cfg.n_embd       # the gate's product and sum, which the counter does not know
+        one_logit = 2 * cfg.n_embd                                                  # what a matrix product's dtype is found out by
+        assert counted_flops(loud(cfg).train(), ids_BT, ids_BT, depth=depth) == 2 * 12 * (exact + full_attention / 2) + one_logit
 
 
 def test_ouro_reads_ten_steps_in_at_most_half_as_much_memory_again():
