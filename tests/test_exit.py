@@ -305,6 +305,9 @@ def test_exit_with_targets_is_the_cross_entropy_of_what_each_token_left_with():
     (model, exit), ids_BT, targets_BT = leavers("kl"), some_ids(2, 9), some_ids(2, 9, seed=2)
     out = model(ids_BT, targets_BT, **exit)
     assert torch.equal(out.logits, model(ids_BT, **exit).logits)
+    for row, steps in enumerate(out.depth_BT[:, 0].tolist()):                       # the first token sees nobody leave
+        assert steps < 4
+        assert_close(out.logits[row, 0], model(ids_BT[row, :1][None], depth=steps).logits[0, 0])
     assert out.loss.item() == pytest.approx(F.cross_entropy(out.logits.flatten(0, 1), targets_BT.flatten()).item(), abs=1e-12)
     fused = GPT(replace(model.cfg, fused_loss=True)).double().eval()
     fused.load_state_dict(model.state_dict())

@@ -197,6 +197,8 @@ def test_before_bptts_steps_nothing_is_kept_for_backward():
         return sum(kept)
 
     assert saved(2, 2) == saved(2, 3) == saved(2, 9) < saved(3, 9) < saved(None, 9)
+    with torch.no_grad():
+        assert saved(2, 9) == saved(None, 9) == 0
 
 
 def test_under_autocast_bptt_reaches_every_weight():
