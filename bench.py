@@ -6,6 +6,10 @@
     python bench.py train config/bench/vanilla_14.py config/bench/mor3_14.py # a routed step beside the dense one of its unrolled depth
     python bench.py generate config/grt_tiny.py --batch_size=4               # cached generation over uncached
     python bench.py decode config/bench/mor3_14.py --batch_size=1            # time per token against the steps that a router allows
+    python bench.py ladder config/ladder/rivals/1_dense.py config/ladder/rivals/8_grt.py ... --seeds=1,2,3     # train all, one table of losses
+
+table reads no config file: it writes PUBLISHED.md, every row of the papers' tables as a command, with what is counted here and
+what was published. Nothing is run.
 
 Random weights, random tokens. A table and one JSON line, the last, go to stdout; progress goes to stderr. Measurements
 take turns in one process, so a machine that drifts drifts for all of them. Times are CPU time (CUDA: wall time). `ms` is
@@ -15,18 +19,34 @@ optimizer state, gradients and activations; on a CPU as tensors (not what one op
 allocator counts. MFU: `exact` FLOPs, three forwards a step, over the peak of a known GPU in bfloat16, else n/a.
 
 decode: a router of random weights decides nothing sensible, so its decisions are imposed: it is asked as ever, and then
-told its answer. Time per token is fitted to the steps taken, a + b x steps, and b stands beside one pass of the core by
-the same model without a router, at the same context. With several rows, whose tokens stop at different steps, a step
-counts as much as a pass of the core with as many rows costs: a row that has stopped is to cost nothing.
+told its answer. Time per token is fitted to the steps taken, a + b x steps, and b stands beside one pass of the core: what
+one step more costs the same model without a router, with as many rows in as long a text. With several rows, whose tokens
+stop at different steps, a step counts as much as a pass with as many rows: a row that has stopped is to cost nothing.
+Caches begin at the declared capacities; steps imposed beyond them make them grow, and that is in the time.
+
+ladder: train.py for every config (the shell's config/ladder/rivals/*.py names a whole ladder) at every seed, --jobs at a
+time, with the flags of train.py that are given. A run that is recorded in config/ladder/results.jsonl with the same
+settings on the same data is not trained again; one that was killed goes on; Ctrl-C lets all save. The table, its record
+and a picture are in out/ladder. --jobs=0 trains nothing and prints what is recorded.
 """
+import contextlib
+import datetime
+import functools
+import hashlib
 import json
 import math
+import os
 import platform
+import re
+import signal
 import statistics
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,15 +58,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+import prepare
 from config import UserError, key
-from model import FLOPS, FOLDS, GPT, GPTConfig, Output, Silence, make_cache, param_groups, stream
+from model import DEPTHS, FLOPS, FOLDS, GPT, GPTConfig, Output, fold_in, generator, param_groups, stream
 from train import RANGES as TRAINING_RANGES
-from train import TrainConfig, check_ranges, checkpoint_activations, clip_gradients, commit, compile_parts, pick_device
-from train import step_gradients, want_compile
+from train import CtrlC, TrainConfig, check_ranges, checkpoint_activations, clip_gradients, commit, compile_parts, hold, human, make_default_data
+from train import padded_vocab, pick_device, step_gradients, want_compile, write_whole
+from train import parse as parse_training
 
 HERE = Path(__file__).resolve().parent
 RANGES = TRAINING_RANGES | {"vocab_size": (1, math.inf), "repeats": (1, math.inf), "seq_len": (1, math.inf), "depth": (0, math.inf),
-                            "prompt_tokens": (1, math.inf), "new_tokens": (1, math.inf), "threads": (1, math.inf)}
+                            "prompt_tokens": (1, math.inf), "new_tokens": (1, math.inf), "threads": (1, math.inf), "jobs": (0, math.inf)}
 # Dense bfloat16 FLOPs per second by the name that the driver gives; a name that is not here has no utilisation.
 PEAKS = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA GH200 480GB": 989.4e12, "NVIDIA H100 PCIe": 756e12,
          "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
@@ -66,7 +88,11 @@ class BenchConfig:
     prompt_tokens: int = key(1, "generate, decode: tokens of the prompt")
     new_tokens: int = key(256, "generate, decode: tokens to write")
     cache: str = key("full", "generate: K/V kept of the looped core", choices=tuple(FOLDS))
-    threads: int = key(1, "CPU threads")
+    threads: int = key(1, "CPU threads (ladder: of each run)")
+    to: str | None = key(None, "table: the file to write; None = PUBLISHED.md")
+    seeds: list[int] = key([1, 2, 3], "ladder: the seeds of every config")
+    jobs: int = key(2, "ladder: runs at a time; 0 = train nothing, the table of what is recorded, on whatever data")
+    results: str | None = key(None, "ladder: file of finished runs, one JSON line each; None = config/ladder/results.jsonl")
 
 
 class Run(NamedTuple):
@@ -236,7 +262,7 @@ def train_step(make, cfg, depth, s, device, autocast, compiled):
         optimizer.zero_grad(set_to_none=True)
 
     held = lambda: [*model.parameters(), *model.buffers(), *ids, *tree_leaves(list(optimizer.state.values()))]
-    return Run(step, 3 * tokens * cfg.flops_per_token(T, depth=depth), tokens, {"setup_seconds": setup, "tokens_per_update": tokens}, held)
+    return Run(step, 3 * tokens * cfg.train_flops_per_token(T, depth), tokens, {"setup_seconds": setup, "tokens_per_update": tokens}, held)
 
 
 def train(all_settings, cfgs, device, dtype, autocast):
@@ -396,42 +422,21 @@ def on_average(mean, n_rows):
     return lambda row, i: math.floor(mean * (i + 1) + row / n_rows) - math.floor(mean * i + row / n_rows)
 
 
-def decode_step(model, script, rule, s, device, autocast):
-    """One generation with imposed steps. step() returns (seconds after the first token, steps of the tokens read then)."""
-    prompts = torch.randint(model.cfg.vocab_size, (s.batch_size, s.prompt_tokens)).tolist()
+def decode_step(model, n_rows, depth, begin, s, device, autocast):
+    """One generation. step() returns (seconds after the first token, steps taken by the tokens read then)."""
+    prompts = torch.randint(model.cfg.vocab_size, (n_rows, s.prompt_tokens)).tolist()
 
     def step():
         taken = [[] for _ in prompts]
-        script.begin(rule, s.batch_size)
+        begin()
         with autocast:
-            tokens = stream(model, prompts, s.new_tokens, temperature=0, threshold=0.5, taken=taken)
+            tokens = stream(model, prompts, s.new_tokens, temperature=0, depth=depth, threshold=0.5, taken=taken)
             next(tokens)
             start = clock(device)
             for _ in tokens:
                 pass
             seconds = clock(device) - start
         return seconds, [row[s.prompt_tokens :] for row in taken]
-
-    return Run(step, 0, s.batch_size * (s.new_tokens - 1), {"batch_size": s.batch_size})
-
-
-def core_pass(cfg, n_rows, s, device, autocast):
-    """The core alone, without a router, at one token in each of n_rows rows, in the middle of the text that is written."""
-    model = GPT(cfg.unrouted()).to(device).eval()
-    ids_BT = torch.randint(cfg.vocab_size, (n_rows, s.prompt_tokens + s.new_tokens // 2), device=device)
-
-    @torch.inference_mode()
-    def step():
-        with autocast:
-            cache = make_cache(model, *ids_BT.shape, 2)                         # two steps: with shared K/V the first makes them
-            model.feed(ids_BT[:, :-1], cache)
-            h_BTD, e_BTD, who = model.start(ids_BT[:, -1:], cache)
-            anchor = model.recursion.update.anchor(e_BTD)
-            h_BTD, who = model.recursion.step(h_BTD, anchor, who, 0, Silence(), cache)
-            start = clock(device)
-            for _ in range(s.new_tokens - 1):
-                model.recursion.step(h_BTD, anchor, who, 1, Silence(), cache)
-            return clock(device) - start, 1.0
 
     return Run(step, 0, n_rows * (s.new_tokens - 1), {"batch_size": n_rows})
 
@@ -456,34 +461,42 @@ def rules_of(cfg, B):
     return rules | ({f"{R} in one row, else 1": lambda row, i: 1 if row else R} if B > 1 else {})
 
 
+def decode_runs(name, cfg, s, device, autocast):
+    """({what is imposed: run}, {(rows, steps): run without a router}), by the names under which they are shown."""
+    B, R = s.batch_size, cfg.n_recur
+    model, plain, rules = GPT(cfg).to(device).eval(), GPT(cfg.unrouted()).to(device).eval(), rules_of(cfg, B)
+    script, read = impose(model), range(s.prompt_tokens + s.new_tokens)
+    sizes = {n for rule in rules.values() for i in read for n in rows_in_steps([rule(row, i) for row in range(B)])}
+    imposed = {key: decode_step(model, B, None, lambda rule=rule: script.begin(rule, B), s, device, autocast) for key, rule in rules.items()}
+    free = {(n, depth): decode_step(plain, n, depth, lambda: None, s, device, autocast) for n in sorted(sizes, reverse=True) for depth in (1, R)}
+    return ({f"{name} at {key}": run for key, run in imposed.items()},
+            {f"{name} without router, {n} of {B} rows at {depth}": run for (n, depth), run in free.items()})
+
+
 def decode(all_settings, cfgs, device, dtype, autocast):
     s = next(iter(all_settings.values()))
-    runs, parts = {}, {}
     for name, cfg in cfgs.items():
-        one = all_settings[name]
-        check_imposable(name, cfg, one)
-        model = GPT(cfg).to(device).eval()
-        script, rules, B = impose(model), rules_of(cfg, one.batch_size), one.batch_size
-        sizes = {n for rule in rules.values() for i in range(one.new_tokens + one.prompt_tokens) for n in rows_in_steps([rule(row, i) for row in range(B)])}
-        parts[name] = {key: f"{name} at {key}" for key in rules}, {n: f"{name} core, {n} of {B} rows" for n in sorted(sizes, reverse=True)}
-        runs |= {parts[name][0][key]: decode_step(model, script, rule, one, device, autocast) for key, rule in rules.items()}
-        runs |= {key: core_pass(cfg, n, one, device, autocast) for n, key in parts[name][1].items()}
+        check_imposable(name, cfg, all_settings[name])
+    parts = {name: decode_runs(name, cfg, all_settings[name], device, autocast) for name, cfg in cfgs.items()}
     print(heading("decode", all_settings, cfgs, lambda one, cfg: f"{one.batch_size} rows, {one.prompt_tokens} prompt and {one.new_tokens} new tokens",
                   f"{device} {dtype}"))
-    times, _ = interleave(runs, s.repeats, device)
-    rows = {}
-    for name, (imposed, cores) in parts.items():
-        ticks = all_settings[name].new_tokens - 1
-        rows |= {key: decode_row(key, times[key], ticks) for key in [*imposed.values(), *cores.values()]}
-        ms = {n: rows[key]["ms"] for n, key in cores.items()}
-        for key in imposed.values():
-            rows[key] |= mean_steps(times[key][0][1][1], ms)
-    table(list(rows.values()), [("steps", "steps", ".3f", 1), ("passes", "passes", ".3f", 1), ("ms/token", "ms", ".3f", 1), ("spread", "spread_ms", ".3f", 1)])
-    fits = {name: fit({key: rows[row] for key, row in imposed.items()}, {n: rows[row]["ms"] for n, row in cores.items()}, cfgs[name].n_recur)
-            for name, (imposed, cores) in parts.items()}
+    times, _ = interleave({key: run for part in parts.values() for runs in part for key, run in runs.items()}, s.repeats, device)
+    rows, fits = [], {}
+    for name, (imposed, free) in parts.items():
+        told, plain = ([decode_row(key, times[key], all_settings[name].new_tokens - 1) for key in runs] for runs in (imposed, free))
+        sizes = [run.facts["batch_size"] for run in free.values()][::2]
+        core_ms = {n: (deep["ms"] - shallow["ms"]) / (cfgs[name].n_recur - 1) for n, shallow, deep in zip(sizes, plain[::2], plain[1::2])}
+        for row in told:
+            row["passes"] = mean_passes(times[row["name"]][0][1][1], core_ms)
+        rows, fits[name] = rows + told + plain, fit(told, core_ms, cfgs[name].n_recur)
+    table(rows, [("steps", "steps", ".3f", 1), ("passes", "passes", ".3f", 1), ("ms/token", "ms", ".3f", 1), ("spread", "spread_ms", ".3f", 1)])
     for name, found in fits.items():
-        print("; ".join(f"{name}: {sentence}" for sentence in found.pop("said")))
-    return {"rows": list(rows.values()), "fits": fits}
+        print(f"{name}: ms per token = {found['a_ms']:.3f} + {found['b_ms']:.3f} x passes, R^2 {found['r2']:.4f}; "
+              f"a pass of the core without a router {found['core_ms']:.3f}; b over it {found['b_over_core']:.3f}")
+        if "lone_ms" in found:
+            print(f"{name}: a step that one row takes alone {found['lone_ms']:.3f} ms, without a router {found['lone_core_ms']:.3f}; "
+                  f"ratio {found['lone_over_core']:.3f}")
+    return {"rows": rows, "fits": fits}
 
 
 def rows_in_steps(steps_B):
@@ -492,29 +505,26 @@ def rows_in_steps(steps_B):
 
 
 def decode_row(name, times, ticks):
-    """ms: for one more token in every row."""
-    ms = [seconds / ticks * 1e3 for _, (seconds, _) in times]
-    return {"name": name, "steps": None, "passes": None, "ms": statistics.median(ms), "spread_ms": max(ms) - min(ms)}
+    """ms: for one more token in every row. steps: on average over the tokens."""
+    ms, taken = [seconds / ticks * 1e3 for _, (seconds, _) in times], times[0][1][1]
+    return {"name": name, "steps": statistics.fmean(n for row in taken for n in row), "passes": None, "ms": statistics.median(ms),
+            "spread_ms": max(ms) - min(ms)}
 
 
-def mean_steps(taken, core_ms):
-    """steps: on average over tokens. passes: per tick, a step of n rows counted as a pass of n rows over one of all."""
-    ticks, whole = list(zip(*taken)), core_ms[len(taken)]
-    return {"steps": statistics.fmean(n for tick in ticks for n in tick),
-            "passes": statistics.fmean(sum(core_ms[n] for n in rows_in_steps(tick)) / whole for tick in ticks)}
+def mean_passes(taken, core_ms):
+    """Steps per tick, one of n rows counted as a pass of n rows over a pass of all."""
+    return statistics.fmean(sum(core_ms[n] for n in rows_in_steps(tick)) / core_ms[len(taken)] for tick in zip(*taken))
 
 
-def fit(imposed, core_ms, R):
+def fit(told, core_ms, R):
     """Least squares of the medians over the five mean depths, and what a row that goes on alone costs."""
-    *points, lone = [*imposed.values(), None] if len(imposed) == 5 else imposed.values()
-    x, ms, core = [row["passes"] for row in points], [row["ms"] for row in points], max(core_ms.items())[1]
+    points, lone = told[:5], told[5:]
+    x, ms, core = [row["passes"] for row in points], [row["ms"] for row in points], core_ms[max(core_ms)]
     b, a = statistics.linear_regression(x, ms)
     found = {"a_ms": a, "b_ms": b, "r2": statistics.correlation(x, ms) ** 2, "core_ms": core, "b_over_core": b / core}
-    found["said"] = [f"ms per token = {a:.3f} + {b:.3f} x passes, R^2 {found['r2']:.4f}; a pass of the core without a router {core:.3f}; b over it {b / core:.3f}"]
-    if lone:
-        found |= {"lone_ms": (lone["ms"] - points[0]["ms"]) / (R - 1), "lone_core_ms": core_ms[1]}
+    for row in lone:
+        found |= {"lone_ms": (row["ms"] - ms[0]) / (R - 1), "lone_core_ms": core_ms[1]}
         found["lone_over_core"] = found["lone_ms"] / core_ms[1]
-        found["said"].append(f"a step that one row takes alone {found['lone_ms']:.3f} ms, without a router {core_ms[1]:.3f}; ratio {found['lone_over_core']:.3f}")
     return found
 
 
@@ -526,7 +536,22 @@ OURS = {"n_params": lambda cfg, row: cfg.n_params(), "n_params_without_tables": 
         "flops_paper": lambda cfg, row: cfg.flops_per_token(cfg.block_size, "paper"),
         "flops_grt_per_block": lambda cfg, row: cfg.flops_per_token(cfg.block_size, "grt") / cfg.executed_blocks(),
         "kv+weights GiB": lambda cfg, row: 2 * cfg.n_params() + cfg.kv_bytes(row["seq_len"], row["batch_size"], torch.bfloat16, row["cache"])}
-UNITS = {"parameters": 1, "M": 1e6, "MFLOP": 1e6, "B": 1e9, "GiB": 2**30}
+UNITS = {"parameters": 1, "steps": 1, "%": 1e-2, "M": 1e6, "MFLOP": 1e6, "B": 1e9, "1e18 FLOP": 1e18, "GiB": 2**30}
+
+
+def published_rows(number=float):
+    """The rows of config/published.json. number: what a value with a point becomes; a Decimal keeps the digits that were printed."""
+    path = HERE / "config" / "published.json"
+    return json.loads(path.read_text("utf-8"), parse_float=number)["rows"] if path.is_file() else []
+
+
+def file_of(name):
+    return HERE / "config" / f"{name}.py"
+
+
+def system_of(row):
+    """The settings that a row speaks of: its config with the flags that make another system of it."""
+    return config.parse([str(file_of(row["config"])), *row.get("overrides", [])], [GPTConfig, TrainConfig], "")
 
 
 def count(cfg, s):
@@ -562,12 +587,11 @@ def counts(all_settings, cfgs):
 def compare_published(all_settings, cfgs):
     """What the papers printed about the models at hand, beside what is counted here. Prints and returns the rows.
     A row is about its config with its overrides: flags that make another model of the config have rows of their own, or none."""
-    path, found = HERE / "config" / "published.json", []
-    for row in json.loads(path.read_text("utf-8"))["rows"] if path.is_file() else []:
+    found = []
+    for row in published_rows():
         for name, cfg in cfgs.items():
-            file = (HERE / "config" / row["config"]).with_suffix(".py") if row["config"] else None
-            if file == Path(all_settings[name].files[-1]).resolve():
-                theirs = config.parse([str(file), *row.get("overrides", [])], [GPTConfig, TrainConfig], "")
+            if row["config"] and row["value"] is not None and file_of(row["config"]) == Path(all_settings[name].files[-1]).resolve():
+                theirs = system_of(row)
                 if theirs.build(GPTConfig, vocab_size=cfg.vocab_size) == cfg:
                     at = theirs.build(GPTConfig, vocab_size=row.get("vocab_size", cfg.vocab_size))
                     mine = OURS[row["ours"]](at, row) / UNITS[row["unit"]] if row["ours"] in OURS else None
@@ -586,10 +610,559 @@ def verdict(row):
     return f", counted {number}: {'agrees' if row['agrees'] else 'does not agree'}"
 
 
+# ----------------------------------------------------------------------------------------------------------------- table
+
+# A paper's name, its convention of FLOPs and its vocabulary.
+PAPERS = {"MoR": ("Mixture-of-Recursions", "paper", 49152), "GRT": ("Gated Recurrent Transformers", "grt", 50304), "Ouro": ("Ouro", "exact", 50304)}
+BUDGET = 16.5e18                              # FLOPs of the forward passes of one isoFLOP run  [MoR]
+# What a row's recipe gives beside its model: (settings, config, row) -> number.
+OF_RECIPE = {"steps_paper": lambda s, cfg, row: BUDGET / (cfg.flops_per_token(cfg.block_size, "paper") * tokens_per_step(s)),
+             "training_flops_paper": lambda s, cfg, row: cfg.flops_per_token(cfg.block_size, "paper") * tokens_per_step(s) * s.max_iters,
+             "tokens": lambda s, cfg, row: tokens_per_step(s) * s.max_iters,
+             "flops_grt_over": lambda s, cfg, row: grt_flops_of(cfg) / grt_flops_of(system_of({"config": row["against"]}).build(GPTConfig, vocab_size=1)) - 1}
+count_once = functools.cache(GPTConfig.n_params)                               # a model stands in several tables
+grt_flops_of = lambda cfg: cfg.flops_per_token(cfg.block_size, "grt")  # noqa: E731
+# What a row's command is, by how its setting begins; else a training run.
+COMMANDS = {"decode memory": "python bench.py counts {}", "dynamics": "python train.py {} && python eval.py depth --out_dir=out/grt_large",
+            "latency": "python bench.py generate {} --batch_size=4 --prompt_tokens=1024 --new_tokens=128 --block_size=1152 --vocab_size=50304"}
+PROPERTIES = {"depth of its own per token": lambda cfg: cfg.router != "none" or cfg.loss == "every",
+              "input read at every step": lambda cfg: cfg.update != "replace",
+              "gate": lambda cfg: cfg.update == "gate",
+              "noise in training": lambda cfg: cfg.state_noise > 0 or cfg.gate_noise > 0,
+              "random depth in training": lambda cfg: cfg.depth_sampling != "fixed",
+              "every step supervised": lambda cfg: cfg.loss == "every",
+              "weights change with the step": lambda cfg: cfg.lora_rank > 0 or not cfg.any_depth,
+              "runs deeper than trained": lambda cfg: cfg.n_recur > 1 and runs_at(cfg, cfg.n_recur + 1),
+              "plain cache: all tokens at every step": lambda cfg: cfg.router == "none",
+              "one K and V for all steps while decoding": lambda cfg: cfg.n_recur > 1 and cfg.compressible}
+COLUMNS = ("system", "command", "layout", "parameters", "tokens", "MFLOP per token, exact", "by the paper's formula", "published", "agrees", "note")
+OPENING = """# The papers' tables, row by row
+
+Made by `python bench.py table` from the configs and config/published.json; a test makes it again and compares. A command trains the row's
+model (give it an --out_dir, and --dataset); where the paper measured, it measures. Parameters, and FLOPs of one forward pass per token at
+the config's context, are computed here at the paper's vocabulary: MoR 49,152, GRT 50,304. *agrees* compares, at the digits that were printed,
+what follows from a config alone; a loss, an accuracy or a time only a run can tell (n.a.). *Not at hand*: the paper has such a row, and its
+number could not be read for this table. What a note calls ours the paper does not say.
+"""
+
+
+def tokens_per_step(s):
+    return s.batch_size * s.gradient_accumulation_steps * s.block_size
+
+
+def runs_at(cfg, depth):
+    with torch.device("meta"):
+        model = GPT(cfg)
+    try:
+        return model.check_depth(depth) == depth
+    except ValueError:
+        return False
+
+
+def agrees(number, value):
+    """Whether a number, rounded to as many digits as `value` was printed with, is `value`."""
+    return Decimal(number).quantize(Decimal(value)) == value
+
+
+def command_of(row):
+    if not row["config"]:
+        return "none: this model is not here"
+    words = next((line for start, line in COMMANDS.items() if row["setting"].startswith(start)), "python train.py {}")
+    return "`" + words.format(" ".join([f"config/{row['config']}.py", *row.get("overrides", [])])) + "`"
+
+
+def judge(row, s, vocab_size):
+    """One published number beside ours: (its words, whether the two agree, None where nothing can be counted, and that in words)."""
+    unit = "" if row["unit"] in ("1", "parameters", "steps") else f" {row['unit']}"
+    said = f"{row['quantity']} " + ("not at hand" if row["value"] is None else f"{row['value']}{unit}")
+    if not row["ours"]:
+        return said, None, ""
+    cfg = s.build(GPTConfig, vocab_size=row.get("vocab_size", vocab_size))
+    number = (OURS[row["ours"]](cfg, row) if row["ours"] in OURS else OF_RECIPE[row["ours"]](s, cfg, row)) / UNITS[row["unit"]]
+    holds = agrees(number, row["value"])
+    return said, holds, f"{row['quantity']}: {'yes' if holds else f'no, {number:,.7g} here'}"
+
+
+def system_line(rows):
+    """(the cells of one system of a table, the verdict on each of its numbers)."""
+    row, (_, convention, vocab_size) = rows[0], PAPERS[rows[0]["paper"]]
+    s, counted = row["config"] and system_of(row), ["", "", "", "", ""]
+    if s:
+        cfg = s.build(GPTConfig, vocab_size=vocab_size)
+        flops = [cfg.flops_per_token(cfg.block_size, name) / 1e6 for name in ("exact", convention)]
+        counted = [cfg.layout, f"{count_once(cfg):,}", f"{tokens_per_step(s) * s.max_iters / 1e9:.2f}B", *(f"{x:,.2f}" for x in flops)]
+    said, verdicts, words = zip(*(judge(row, s, vocab_size) for row in rows))
+    notes = dict.fromkeys(row["note"] for row in rows if row.get("note"))
+    return [row["system"], command_of(row), *counted, "; ".join(said), "; ".join(filter(None, words)) or "n.a.", "; ".join(notes)], verdicts
+
+
+def markdown(cells):
+    head, *lines = (f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in cells)
+    return "\n".join([head, "|" + "---|" * len(cells[0]), *lines]) + "\n"
+
+
+def property_lines(rows):
+    """Which system has what, read off the configs of one table, and of ours that has a router and a gate."""
+    systems = {row["system"]: row for row in rows} | {"GRT with a router (ours)": {"config": "grt_mor_tiny"}}
+    cfgs = {name: system_of(row).build(GPTConfig, vocab_size=50304) for name, row in systems.items()}
+    return [["", *cfgs], *([name, *("yes" if has(cfg) else "no" for cfg in cfgs.values())] for name, has in PROPERTIES.items())]
+
+
+def published_table():
+    """(the text of PUBLISHED.md, {what: how many})."""
+    tables, parts, tally = {}, [], dict.fromkeys(("tables", "rows", "agree", "do not agree", "only a run can tell", "not at hand"), 0)
+    for row in published_rows(Decimal):
+        system = row["system"], row["config"], tuple(row.get("overrides", []))
+        tables.setdefault((row["paper"], row["setting"]), {}).setdefault(system, []).append(row)
+    for (paper, setting), systems in tables.items():
+        lines = [COLUMNS]
+        for rows in systems.values():
+            cells, verdicts = system_line(rows)
+            lines.append(cells)
+            for row, holds in zip(rows, verdicts):
+                tally["not at hand" if row["value"] is None else {True: "agree", False: "do not agree", None: "only a run can tell"}[holds]] += 1
+        tally["tables"], tally["rows"] = tally["tables"] + 1, tally["rows"] + len(systems)
+        parts.append(f"## {PAPERS[paper][0]}: {setting}\n\n{markdown(lines)}")
+    small = [rows[0] for rows in tables["GRT", "isoFLOP, Small"].values()]
+    parts.append(f"## {PAPERS['GRT'][0]}: design properties\n\nRead off the configs of the isoFLOP table at Small.\n\n{markdown(property_lines(small))}")
+    return "\n".join([OPENING, said_of(tally) + "\n", *parts]), tally
+
+
+def said_of(tally):
+    tables, rows, *verdicts = (f"{n} {what}" for what, n in tally.items())
+    return f"{tables}, {rows}; of the numbers {', '.join(verdicts)}."
+
+
+def publish(all_settings, cfgs):
+    (s,) = all_settings.values()
+    text, tally = published_table()
+    path = Path(s.to or "PUBLISHED.md")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; give another file, --to=FILE")
+    print(f"table: {path}: {said_of(tally)}")
+    return tally
+
+# ---------------------------------------------------------------------------------------------------------------- ladder
+
+# Keys that say where and how a run is done, or how often it is looked at; all the others decide what comes out.
+ELSEWHERE = ("out_dir", "data_dir", "init_from", "cooldown_from", "device", "compile", "parallel", "tensorboard", "checkpoint_activations",
+             "fused_loss", "eval_interval", "log_interval", "keep_interval", "sample_tokens")
+OF_A_MACHINE = ("data", "vocab_size", "dtype")                # of what decides, that which follows from data and device
+LADDER_KEYS = ("seeds", "jobs", "results", "threads")         # keys of this script that mean something to a ladder
+
+
+class Trial(NamedTuple):
+    """One run of a ladder: a config at one seed."""
+    ladder: str                           # the folder of the config
+    rung: str                             # its file
+    argv: list                            # for train.py: config, flags, seed
+    flags: list                           # those of them that stand in the record
+    settings: config.Settings             # as train.py will read them
+    decides: dict                         # everything that decides the result
+    home: Path                            # folder of the run
+
+    @property
+    def name(self):
+        return f"{self.ladder}/{self.rung} seed {self.settings.seed}"
+
+    @property
+    def log(self):
+        return self.home / "log.jsonl"
+
+
+def ladder(all_settings, cfgs):
+    """Train what is not recorded yet; then a table for each ladder, that is, for each folder of configs."""
+    s = next(iter(all_settings.values()))
+    check_ladder(all_settings)
+    results, root = Path(s.results or HERE / "config" / "ladder" / "results.jsonl"), Path(s.out_dir or "out/ladder")
+    trials, records = trials_of(all_settings, root, data_needed=s.jobs > 0), read_results(results)
+    missing = [trial for trial in trials if s.jobs and not recorded(trial, records)]
+    failed, found = train_trials(in_order(missing, s.seeds), s, results), {}
+    for name in dict.fromkeys(trial.ladder for trial in trials):
+        found[name] = report_ladder(name, [trial for trial in trials if trial.ladder == name], read_results(results), s, root)
+    return {"ladders": found, "seeds": s.seeds, "failed": failed}
+
+
+def report_ladder(name, trials, records, s, root):
+    """The table of one ladder on stdout; table, record and picture beside the runs. Returns the record."""
+    rows = [row_of(rung, [(t.settings.seed, recorded(t, records, s.jobs == 0)) for t in trials if t.rung == rung]) for rung in dict.fromkeys(t.rung for t in trials)]
+    text = "\n".join(heading_of(" ".join([name, *trials[0].flags]), rows, s) + ladder_lines(rows) + pair_lines(pairs_of(rows))) + "\n"
+    print(text)
+    record = {"flags": trials[0].flags, "rows": rows, "pairs": pairs_of(rows)}
+    path = root / f"{name}-{trials[0].settings.dataset}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for suffix, content in ((".md", text), (".json", json.dumps(record, indent=1) + "\n")):
+        write_whole(path.with_name(path.name + suffix), lambda file: file.write(content.encode("utf-8")))
+    draw_ladder(path.with_name(path.name + ".png"), name, [row for row in rows if row["val_loss"]])
+    return record
+
+
+def in_order(trials, seeds):
+    """Seed by seed: whenever it is stopped, whole ladders are there to compare. Equal rungs of two ladders are one run."""
+    once = {}
+    for trial in sorted(trials, key=lambda trial: seeds.index(trial.settings.seed)):
+        once.setdefault(trial.home, trial)
+    return list(once.values())
+
+
+def check_ladder(all_settings):
+    s = next(iter(all_settings.values()))
+    for name in BenchConfig.__dataclass_fields__:
+        if s.origins[name] == "command line" and name not in LADDER_KEYS and name not in TrainConfig.__dataclass_fields__ | GPTConfig.__dataclass_fields__:
+            raise UserError(f"command line: {name}={s.values[name]} has no part in a ladder; leave it out")
+    if s.origins["seed"] == "command line":
+        raise UserError(f"command line: seed={s.seed} is one of a ladder's seeds; write --seeds={s.seed}")
+    if not s.seeds or len(set(s.seeds)) < len(s.seeds) or min(s.seeds) < 0:
+        raise UserError(f"{s.origins['seeds']}: seeds={s.seeds} is not a list of different numbers from 0 on; write --seeds=1,2,3")
+    files = [Path(one.files[-1]).resolve() for one in all_settings.values()]
+    for path in files:
+        if files.count(path) > 1:
+            raise UserError(f"{path.name} is named twice; a rung stands once in a ladder")
+    for one in all_settings.values():
+        for name, scratch in (("init_from", "scratch"), ("cooldown_from", None)):
+            if one.values[name] != scratch:
+                raise UserError(f"{one.origins[name]}: {name}={one.values[name]!r}, but every run of a ladder begins from scratch (and is resumed by "
+                                f"itself); leave it out")
+
+
+def trials_of(all_settings, root, data_needed):
+    """Every run of the ladder, rung by rung. Data are looked at, and stdlib is made, before anything starts."""
+    trials = []
+    for one in all_settings.values():
+        path = Path(one.files[-1]).resolve()
+        given = {name: one.values[name] for name in GPTConfig.__dataclass_fields__ | TrainConfig.__dataclass_fields__
+                 if one.origins[name] == "command line" and name != "out_dir"}
+        flags, shown = ([f"--{name}={value}" for name, value in given.items() if name not in hidden] for hidden in ((), ELSEWHERE))
+        for seed in one.seeds:
+            settings = parse_training([one.files[-1], *flags, f"--seed={seed}"])
+            decides = {name: value for name, value in settings.values.items() if name not in ELSEWHERE}
+            if data_needed:
+                decides |= of_this_machine(settings)
+            home = root / f"{path.parent.name}-{path.stem}-seed{seed}-{fingerprint(decides)}"
+            others = sorted(root.glob(f"*-seed{seed}-{fingerprint(decides)}"))                   # the same run, begun on another ladder
+            trials.append(Trial(path.parent.name, path.stem, [one.files[-1], *flags, f"--seed={seed}"], shown, settings, decides,
+                                others[0] if others else home))
+    homes = {}                                                # equal rungs of two ladders are one run, in one folder
+    return [trial._replace(home=homes.setdefault(fingerprint(trial.decides), trial.home)) for trial in trials]
+
+
+def of_this_machine(settings):
+    """What the data and the device add to that which decides a result."""
+    with contextlib.redirect_stdout(sys.stderr):
+        make_default_data(settings)
+    meta = prepare.load_meta(settings.data_dir, settings.dataset)
+    return {"vocab_size": padded_vocab(settings.vocab_size, meta), "dtype": pick_device(settings)[1],
+            "data": {"tokenizer": meta["fingerprint"], **{split: meta[split]["sha256"] for split in prepare.SPLITS}}}
+
+
+def fingerprint(decides):
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
+
+
+# ---- the file of results
+
+
+def read_results(path):
+    """The records of a file of JSON lines; a line that a kill cut short is no record."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"results={str(path)!r} cannot be read ({getattr(error, 'strerror', error)}); choose another file with --results=")
+    records = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and {"settings", "results"} <= set(record):
+                records.append(record)
+    return records
+
+
+def append_result(path, record=None):
+    """One more line (None: only what a kill left). What is there is never rewritten: a line that was cut short is closed and stays."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+b") as file:
+            file.seek(0, os.SEEK_END)
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.write(b"\n")
+            if record:
+                file.write(json.dumps(record).encode() + b"\n")                  # one write: lines of two ladders at work do not mix
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"results={str(path)!r} cannot be written ({error.strerror}); choose another file with --results=; the run is kept in its folder")
+
+
+def recorded(trial, records, anywhere=False):
+    """The newest record of this run, or None. anywhere: whatever the machine and its copy of the data set (stdlib is another with each Python).
+    A key younger than a record stood at its default then."""
+    hidden, found = OF_A_MACHINE if anywhere else (), None
+    for record in records:
+        then = {**DEFAULTS, **record["settings"]}
+        if all(then.get(name) == trial.decides.get(name) for name in (then | trial.decides) if name not in hidden):
+            found = record
+    return found
+
+
+DEFAULTS = {name: value for name, value in config.parse([], [GPTConfig, TrainConfig], "").values.items() if name not in ELSEWHERE}
+
+
+# ---- the runs
+
+
+def train_trials(trials, s, results):
+    """Train, s.jobs at a time, and record each run as it ends. Returns {name: why} of those that failed. After Ctrl-C every run finishes
+    its step and saves."""
+    append_result(results)                                    # a file that cannot be written is found before anything is trained
+    waiting, running, failed, told = [trial for trial in trials if not ended(trial, results)], {}, {}, False
+    if waiting:
+        print(f"{len(waiting)} runs to train, {s.jobs} at a time", file=sys.stderr)
+    with CtrlC() as ctrl_c, on_sigterm(ctrl_c.ask):
+        while running or (waiting and not ctrl_c.asked):
+            while waiting and len(running) < s.jobs and not ctrl_c.asked:
+                trial = waiting.pop(0)
+                try:
+                    running[begin(trial, s.threads)] = trial
+                except UserError as error:
+                    failed[trial.name] = str(error)
+            if ctrl_c.asked and not told:
+                told = [process.send_signal(signal.SIGINT) for process in running]
+            for process in [process for process in running if process.poll() is not None]:
+                trial = running.pop(process)
+                if not ended(trial, results) and not ctrl_c.asked:
+                    failed[trial.name] = why_it_ended(trial, process.returncode)
+                    print(f"{trial.name} failed: {failed[trial.name]}", file=sys.stderr)
+            time.sleep(0.1 if running else 0)
+    if ctrl_c.asked:
+        print("stopped; the same command goes on where the runs are", file=sys.stderr)
+        raise KeyboardInterrupt
+    return failed
+
+
+@contextlib.contextmanager
+def on_sigterm(do):
+    """SIGTERM is what `timeout` sends: it stops a ladder as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, do)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def ended(trial, results):
+    """Whether a run is at its last step; if so it is recorded here."""
+    record = harvest(trial)
+    if record:
+        append_result(results, record)
+        print(f"{trial.name}: {record['results']['val_loss']:.4f} nats/token, {human(record['results']['seconds'])}", file=sys.stderr)
+    return record is not None
+
+
+def begin(trial, threads):
+    """The process that trains a run: from its checkpoint if it has one."""
+    lock = hold(trial.home)
+    if lock is None:
+        raise UserError(f"another process is training in {trial.home}")
+    with lock:
+        goes_on = (trial.home / "ckpt.pt").is_file()
+        if not goes_on:
+            trial.log.unlink(missing_ok=True)                 # killed before its first checkpoint: train.py would avoid the folder
+    argv = [sys.executable, str(HERE / "train.py"), *trial.argv, f"--out_dir={trial.home}", "--sample_tokens=0", *["--init_from=resume"] * goes_on]
+    print(f"{trial.name}: {'goes on' if goes_on else 'begins'} in {trial.home}", file=sys.stderr)
+    with open(trial.home / "output.txt", "ab") as output:     # a session of its own: Ctrl-C reaches it through us alone, once
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                                env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"})
+
+
+def why_it_ended(trial, code):
+    """The last line that a failed run said."""
+    with contextlib.suppress(OSError):
+        lines = [line for line in (trial.home / "output.txt").read_text("utf-8", "replace").splitlines() if line.strip()]
+        return f"exit code {code}: {lines[-1].strip()}" if lines and code >= 0 else f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def harvest(trial):
+    """The record of a finished run; None where it has not come to its last step."""
+    events = {kind: [] for kind in ("start", "step", "eval")}
+    for event in log_events(trial.log):
+        events.get(event["event"], []).append(event)
+    s, last = trial.settings, events["eval"][-1] if events["eval"] else {"step": -1}
+    if last["step"] < s.max_iters:
+        return None
+    cfg = s.build(GPTConfig, vocab_size=trial.decides["vocab_size"])
+    made, commits = events["start"][-1], dict.fromkeys(event["commit"] for event in events["start"])             # several: resumed by newer code
+    return {"ladder": trial.ladder, "config": trial.rung, "seed": s.seed, "flags": trial.flags,
+            "fingerprint": fingerprint(trial.decides), "commit": ",".join(commits), "torch": made["torch"], "python": made["python"],
+            "date": datetime.date.today().isoformat(),
+            "results": {**{name: value for name, value in last.items() if name != "event"}, "layout": cfg.layout, "parameters": cfg.n_params(),
+                        "blocks_executed": cfg.executed_blocks(), "training_flops": training_flops(cfg, s), "seconds": seconds_of(events["step"])},
+            "settings": trial.decides}
+
+
+def log_events(path):
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        with contextlib.suppress(ValueError):                 # a kill may have cut the last line short
+            yield json.loads(line)
+
+
+def seconds_of(steps):
+    """Seconds of training by the log: of a step that a resumed run took again, the second time counts."""
+    took, seconds, before = {event["step"]: event["ms_per_update"] / 1e3 for event in steps}, 0.0, 0
+    for step, each in sorted(took.items()):
+        seconds, before = seconds + each * (step - before), step
+    return seconds
+
+
+def training_flops(cfg, s):
+    """Exact FLOPs of the whole run: the depths are drawn again, as training drew them. Backward is two forwards, through as many steps as it
+    reaches; routed models at their capacities."""
+    draw, forward = DEPTHS[cfg.depth_sampling], functools.cache(lambda depth: cfg.train_flops_per_token(cfg.block_size, depth))
+    depths = Counter(draw(cfg, generator(fold_in(s.seed, "shared", step, i))) for step in range(s.max_iters) for i in range(s.gradient_accumulation_steps))
+    return s.batch_size * cfg.block_size * sum(n * (forward(depth) + 2 * forward(min(depth, cfg.bptt or depth))) for depth, n in depths.items())
+
+
+# ---- the table
+
+
+def spread(values):
+    """Mean and standard deviation (n - 1; None of one value) of the values that are there; None of none."""
+    values = [value for value in values if value is not None]
+    return {"mean": statistics.fmean(values), "sd": statistics.stdev(values) if len(values) > 1 else None, "values": values} if values else None
+
+
+def row_of(rung, found):
+    """The row of a rung. found: (seed, its record or None)."""
+    records = [record for _, record in found if record]
+    each = [record["results"] for record in records]
+    of = lambda name: spread([result.get(name) for result in each])  # noqa: E731
+    inside = lambda name: {key: spread([result.get(name, {}).get(key) for result in each]) for key in sorted({  # noqa: E731
+        key for result in each for key in result.get(name, {})}, key=natural)}
+    row = {"name": rung, "seeds": [seed for seed, record in found if record], "missing": [seed for seed, record in found if not record]}
+    row |= {name: each[0][name] if each else None for name in ("layout", "parameters", "blocks_executed", "step")}
+    row |= {name: of(name) for name in ("training_flops", "seconds", "val_loss", "bits_per_byte", "accuracy")}
+    row |= {"by_depth": inside("by_depth"), "accuracy_by_group": inside("accuracy_by_group")}
+    row |= {name: sorted({record[name] for record in records}) for name in ("commit", "torch")}
+    return row | {"data": sorted({json.dumps(record["settings"].get("data"), sort_keys=True) for record in records})}
+
+
+def natural(key):
+    """Groups sort as numbers where they begin with one."""
+    number = re.match(r"\d+", key)
+    return (0, int(number[0]), key) if number else (1, 0, key)
+
+
+def difference(a, b):
+    """b - a, its standard error from the pooled variance, and whether it is clear of chance; None: one seed makes no claim."""
+    if not a or not b or a["sd"] is None or b["sd"] is None:
+        return None
+    n, m = len(a["values"]), len(b["values"])
+    pooled = ((n - 1) * a["sd"] ** 2 + (m - 1) * b["sd"] ** 2) / (n + m - 2)
+    value, error = b["mean"] - a["mean"], math.sqrt(pooled * (1 / n + 1 / m))
+    return {"value": value, "standard_error": error, "separated": abs(value) > 2 * error}
+
+
+def pairs_of(rows):
+    """Each rung against the one before it, and against the first."""
+    places = [(i - 1, i) for i in range(1, len(rows))] + [(0, i) for i in range(2, len(rows))]
+    return [{"from": rows[i]["name"], "to": rows[j]["name"], **{name: difference(rows[i][name], rows[j][name]) for name in ("val_loss", "accuracy")
+                                                                if name == "val_loss" or (rows[i][name] and rows[j][name])}} for i, j in places]
+
+
+FORMULA = ("difference ± standard error s √(1/n + 1/m), s² = ((n - 1) s_a² + (m - 1) s_b²) / (n + m - 2); "
+           "not separated: under two standard errors")
+
+
+def with_spread(x, form):
+    return "" if x is None else format(x["mean"], form) + ("" if x["sd"] is None else f" ± {format(x['sd'], form).lstrip('0')}")
+
+
+def heading_of(name, rows, s):
+    several = [f"note: the runs of this table are of {len(data)} different data sets; train them anew for one comparison"
+               for data in [{word for row in rows for word in row["data"]}] if len(data) > 1]
+    commits, versions = (", ".join(sorted({word for row in rows for word in row[name]})) or "none" for name in ("commit", "torch"))
+    return [f"ladder {name}: seeds {', '.join(map(str, s.seeds))}; validation loss at full depth, ± standard deviation over seeds; torch {versions}, commit {commits}",
+            *several, ""]
+
+
+def ladder_lines(rows):
+    """A table, and a second one by group where there are groups."""
+    loops = [row for row in rows if len(row["by_depth"]) > 1]
+    depths = sorted({depth for row in loops for depth in row["by_depth"]}, key=natural)
+    accuracy, n = any(row["accuracy"] for row in rows), max(len(row["seeds"]) for row in rows)
+    head = ["config", "layout", "parameters", "blocks", "training TFLOP", "steps", "seconds", "nats/token", "bits/byte", *["accuracy"] * accuracy,
+            *(f"depth {depth}" for depth in depths), *["seeds"] * any(len(row["seeds"]) < n or row["missing"] for row in rows)]
+    count = lambda x: "" if x is None else f"{x:,}"  # noqa: E731
+    body = [[f"`{row['name']}`", row["layout"] or "not trained", count(row["parameters"]), count(row["blocks_executed"]),
+             "" if row["training_flops"] is None else f"{row['training_flops']['mean'] / 1e12:,.4g}", count(row["step"]),
+             "" if row["seconds"] is None else f"{row['seconds']['mean']:,.0f}", with_spread(row["val_loss"], ".4f"),
+             with_spread(row["bits_per_byte"], ".4f"), *[with_spread(row["accuracy"], ".3f")] * accuracy,
+             *(with_spread(row["by_depth"].get(depth) if row in loops else None, ".4f") for depth in depths), ", ".join(map(str, row["seeds"])) or "none"] for row in rows]
+    lines = pipes(head, [cells[: len(head)] for cells in body])
+    groups = sorted({group for row in rows for group in row["accuracy_by_group"]}, key=natural)
+    if groups:
+        lines += ["", "accuracy on answers, by group", "", *pipes(["config", *groups], [
+            [f"`{row['name']}`", *(with_spread(row["accuracy_by_group"].get(group), ".3f") for group in groups)] for row in rows])]
+    return lines
+
+
+def pipes(head, rows):
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def pair_lines(pairs):
+    """What differs from what, in nats and where there is one in accuracy."""
+    def say(found):
+        if found is None:
+            return "one seed: no claim"
+        return f"{found['value']:+.4f} ± {found['standard_error']:.4f}" + ("" if found["separated"] else ", not separated")
+    accuracy = any("accuracy" in pair for pair in pairs)
+    return ["", *pipes(["from", "to", "nats/token", *["accuracy"] * accuracy], [
+        [f"`{pair['from']}`", f"`{pair['to']}`", say(pair["val_loss"]), *[say(pair["accuracy"]) if "accuracy" in pair else ""] * accuracy]
+        for pair in pairs]), "", FORMULA] if pairs else []
+
+
+def draw_ladder(path, name, rows):
+    """Loss of each rung, every seed a dot, its mean a bar; and loss by depth, where there is one."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("note: no picture, as matplotlib is not here (pip install matplotlib)", file=sys.stderr)
+        return
+    if not rows:
+        return
+    deep = [row for row in rows if len(row["by_depth"]) > 1]
+    figure = Figure(figsize=(6 + 5 * bool(deep), 1.2 + 0.45 * max(5, len(rows))), layout="constrained")
+    left, *right = figure.subplots(1, 1 + bool(deep), squeeze=False)[0]
+    for place, row in enumerate(rows):
+        values = row["val_loss"]["values"]
+        left.plot(values, [place] * len(values), "o", color="C0", alpha=0.6)
+        left.plot(row["val_loss"]["mean"], place, "|", color="black", markersize=16)
+    left.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    left.invert_yaxis()
+    left.set(xlabel="validation loss at full depth, nats per token", title=f"{name}: each seed a dot, the mean a bar")
+    for row in deep:
+        right[0].plot([int(depth) for depth in row["by_depth"]], [each["mean"] for each in row["by_depth"].values()], marker="o", label=row["name"])
+    for axes in right:
+        axes.set(xlabel="depth", ylabel="nats per token", title="loss by depth, mean over seeds")
+        axes.legend(fontsize=8)
+    for axes in (left, *right):
+        axes.grid(alpha=0.3)
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    print(f"picture: {path}", file=sys.stderr)
+
+
 # ------------------------------------------------------------------------------------------------------------------ main
 
 RATIOS = [("time", "time_ratio", ".3f", 1), ("FLOPs", "flops_ratio", ".3f", 1), ("time/FLOPs", "time_over_flops", ".3f", 1)]
-MODES = {"counts": counts, "train": train, "generate": generate, "decode": decode}
+MODES = {"table": publish, "ladder": ladder, "counts": counts, "train": train, "generate": generate, "decode": decode}
 
 
 def table(rows, columns):
@@ -627,6 +1200,13 @@ def settings_of(argv):
     s = config.parse(argv, schema, __doc__, words=words)
     if len(s.words) != 1 or s.words[0] not in MODES:
         raise UserError(f"bench.py takes one mode, {' or '.join(MODES)}, got {' '.join(s.words) or 'none'}")
+    if s.words == ["table"]:
+        given = s.files + [f"--{name}" for name, origin in s.origins.items() if origin == "command line" and name != "to"]
+        if given:
+            raise UserError(f"bench.py table takes its configs from config/published.json, and --to; leave out {' '.join(given)}")
+        return "table", {"table": s}
+    if s.to:
+        raise UserError(f"--to={s.to} goes with mode table; bench.py {s.words[0]} writes no file")
     if not s.files:
         raise UserError(f"bench.py {s.words[0]} needs config files, for example config/grt_tiny.py")
     flags, all_settings = [arg for arg in argv if arg not in s.files], {}
@@ -644,13 +1224,13 @@ def main(argv):
     s = next(iter(all_settings.values()))
     if s.against and mode != "train":
         raise UserError(f"--against={s.against} goes with mode train; bench.py {mode} has no row for it")
-    vocab_size = 50304 if mode == "counts" else 320
+    vocab_size = 50304 if mode in ("table", "counts") else 320
     cfgs = {name: one.build(GPTConfig, vocab_size=one.vocab_size or vocab_size) for name, one in all_settings.items()}
     torch.set_num_threads(s.threads)
     torch.manual_seed(0)
     try:
-        if mode == "counts":
-            record = counts(all_settings, cfgs)
+        if mode in ("table", "counts", "ladder"):
+            record = MODES[mode](all_settings, cfgs)
         else:
             device, dtype, autocast = pick_device(s)
             record = MODES[mode](all_settings, cfgs, device, dtype, autocast) | {"repeats": s.repeats, "device": str(device), "dtype": dtype}
@@ -658,6 +1238,8 @@ def main(argv):
         raise UserError(str(error))
     print(json.dumps({"mode": mode, **record, "threads": torch.get_num_threads(), "torch": str(torch.__version__),
                       "python": platform.python_version(), "commit": commit()}), flush=True)
+    if record.get("failed"):
+        raise UserError("; ".join(f"{name} failed: {why}" for name, why in record["failed"].items()))
 
 
 if __name__ == "__main__":

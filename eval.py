@@ -3,11 +3,13 @@
     python eval.py                                                # every part, for the newest run in out/
     python eval.py loss --out_dir=out/grt_tiny --compare=out/gpt_tiny       # side by side, with a paired difference
     python eval.py depth --out_dir=out/grt_tiny --compare=out/gpt_tiny --compare=out/recursive_tiny     # and out/grt_tiny/depth.png
+    python eval.py exit --out_dir=out/recursive_tiny              # tokens that leave the loop early: loss, steps, FLOPs, time; exit.png
     python eval.py router --out_dir=out/RUN                       # a routed run: who goes on, and what that is worth; RUN/router.png
     python eval.py answers --out_dir=out/RUN                      # a run on phop or addition: right answers by hops or digits, at every depth
 
-Parts: loss, depth, router, answers; none = all that the run has something for. Tables and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also
-in OUT_DIR/eval.json, where the parts of earlier calls stay while the checkpoint is the same.
+Parts: loss, depth, exit, router, answers; none = all that the run has something for (a routed run's tokens leave early by
+request only). Tables and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json,
+where the parts of earlier calls stay while the checkpoint is the same.
 """
 import hashlib
 import json
@@ -15,7 +17,7 @@ import math
 import platform
 import sys
 import zipfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,12 +29,12 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import FORMS, GPT, NO_CACHES, Silence, at_least_fp32, fold_in, generator, steps_taken, topk
+from model import EXITS, FORMS, GPT, AtEnd, Silence, as_logit, at_least_fp32, exact_flops, fold_in, generator, make_cache, no_cache, steps_taken, topk
 from sample import load_run, newest_run
-from train import (Marks, RouterWatch, Split, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint, max_vio,
-                   open_split, pick_device, write_whole)
+from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint,
+                   max_vio, open_split, pick_device, write_whole)
 
-RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf)}
+RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
 TOLERANCE = 1e-6              # nats per token between the loss that train.py stored and the same one measured again
 
@@ -45,6 +47,8 @@ class EvalConfig:
     dataset: str | None = key(None, "data set whose validation split is read; None = each run's own")
     data_dir: str | None = key(None, "folder of the data sets; None = the one that each run was trained from")
     eval_tokens: int = key(65536, "depth, router, answers: validation tokens, in fixed windows, evenly spaced (loss always reads the whole split)")
+    exit_thresholds: list[float] = key([], "exit: thresholds to try; none = a row of them for each rule that the model knows")
+    exit_tokens: int = key(128, "exit: tokens that are decoded one by one at each threshold, to time them; 0 = none")
     thresholds: list[float] = key([n / 10 for n in range(11)], "router, expert-choice: thresholds to try beside the model's own")
     batch_size: int | None = key(None, "windows at a time, which changes no result; None = the run's own")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, mps ...")
@@ -115,8 +119,8 @@ def open_run(folder, state, s, device, autocast):
 
 
 def is_plain(cfg):
-    """No loop and no rule of update: a dense transformer, which can be left after any of its blocks."""
-    return cfg.n_recur == 1 and cfg.update == "replace"
+    """No loop, no router and no rule of update: a dense transformer, which can be left after any of its blocks."""
+    return cfg.n_recur == 1 and cfg.update == "replace" and cfg.router == "none"
 
 
 def exit_depths(cfg):
@@ -131,18 +135,18 @@ def exit_depths(cfg):
 
 def features_at(model, ids_BT, depths, routing="causal"):
     """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower."""
-    cfg, cache, noise, done = model.cfg, NO_CACHES[model.cfg.kv](), Silence(), 0
-    h_BTD, e_BTD, outer = model.start(ids_BT, cache, routing=routing)
-    anchor, who = model.recursion.update.anchor(e_BTD), model.recursion.router.enter(e_BTD, outer, cfg.n_recur)
+    cfg, cache, noise, done = model.cfg, no_cache(model.cfg), Silence(), 0
+    e_BTD, outer = model.start(ids_BT, cache, routing=routing)
+    watch, (h_BTD, anchor, who) = AtEnd(model, outer, cache), model.recursion.enter(e_BTD, outer, cfg.n_recur, noise)
     for depth in depths:
         wanted = round(depth * cfg.n_core) if is_plain(cfg) else depth          # blocks, or steps
         for i in range(done, wanted):
             if is_plain(cfg):
                 h_BTD = model.recursion.core[cfg.sharing_rule.block(0, i, cfg)](h_BTD, who.cos, who.sin, cache.core_seat(0, i))
             else:
-                h_BTD, who = model.recursion.step(h_BTD, anchor, who, i, noise, cache)
+                h_BTD, who = model.recursion.step(h_BTD, anchor, who, i, noise, cache, watch)
         done = wanted
-        yield model.finish(h_BTD, outer, cache)
+        yield watch.features(h_BTD)
 
 
 def row_nats(model, x_BTD, targets_BT):
@@ -295,10 +299,23 @@ def report_loss(runs, s):
 def measure_depth(run, eval_tokens):
     cfg, depths, starts = run.model.cfg, exit_depths(run.model.cfg), fixed_windows(run.split, eval_tokens)
     nats, counts = window_nats(run, starts, depths)
-    means = nats.sum(1) / counts.sum()
-    points = [{"depth": depth, "flops_per_token": cfg.flops_per_token(cfg.block_size, depth=depth), "nats_per_token": mean,
+    means, flops = nats.sum(1) / counts.sum(), flops_of(run, starts)
+    points = [{"depth": depth, "flops_per_token": flops(depth), "nats_per_token": mean,
                "bits_per_byte": mean * run.bits, "training": training_at(cfg, depth)} for depth, mean in zip(depths, means.tolist())]
     return {"windows": len(starts), "tokens": int(counts.sum()), "layout": cfg.layout, "update": cfg.update, "points": points}
+
+
+@torch.no_grad()
+def flops_of(run, starts):
+    """depth -> FLOPs per token of a forward pass; routed: with as many tokens in each step as went there on these windows."""
+    cfg, depths = run.model.cfg, []
+    if cfg.router == "none":
+        return lambda depth: cfg.flops_per_token(cfg.block_size, depth=depth)
+    for ids_BT, _ in batches(run, starts):
+        with run.autocast:
+            depths.append(run.model(ids_BT).depth_BT.flatten())
+    shares = step_shares(torch.cat(depths).cpu().numpy(), cfg.n_recur)
+    return lambda depth: flops_at(cfg, shares, depth)
 
 
 def tell_unpaired(runs):
@@ -314,8 +331,8 @@ def common_unit(runs):
 
 def training_at(cfg, depth):
     """What training knew of a depth. A model does best where it was trained; elsewhere expect worse."""
-    low = cfg.min_depth if cfg.depth_sampling == "uniform" else cfg.n_recur
-    return "full depth" if depth == cfg.n_recur else "trained" if low <= depth < cfg.n_recur else "never trained"
+    low, high = cfg.trained_depths
+    return "full depth" if depth == cfg.n_recur else "trained" if low <= depth <= high else "never trained"
 
 
 def depth_name(cfg, depth):
@@ -326,7 +343,7 @@ def report_depth(runs, s):
     """Loss after every step (dense: every core block) against FLOPs; one picture for all runs."""
     measured = [(run, measure_depth(run, s.eval_tokens)) for run in runs]
     print(f"depth: loss after each step against FLOPs of a forward pass, on {measured[0][1]['windows']:,} fixed windows "
-          f"({measured[0][1]['tokens']:,} tokens); k/L = a dense model left after k of its L core blocks")
+          f"({measured[0][1]['tokens']:,} tokens); k/L = a dense model left after k of its L core blocks; routed: FLOPs of who really went on")
     tell_unpaired(runs)
     rows = []
     for run, n in measured:
@@ -395,6 +412,138 @@ def save_picture(figure, path):
         return str(path)
     except UserError as error:                                # the numbers are worth more than the picture
         print(f"note: no picture: {error}", file=sys.stderr)
+
+
+# ------------------------------------------------------------------------------------------------------------- part: exit
+
+TRIED = {"kl": [1e-4, 1e-3, 1e-2, 0.1, 1.0], "cdf": [0.9, 0.7, 0.5, 0.3, 0.1]}          # from late to early
+REPEATS = 5                   # of a timing, interleaved; the median counts
+
+
+def rules_of(model):
+    """The exit rules that a model can follow, and why not where there is none."""
+    why, rules = "", []
+    for rule in filter(None, EXITS):
+        try:
+            rules += [rule] if model.check_exit(rule, None) is not None else []
+        except ValueError as error:
+            why = why or str(error)
+    return rules, why
+
+
+def exit_pass(model, ids_BT, rule, threshold):
+    """(what the head reads, steps taken (B, T)) of a full forward in which tokens leave early; rule None: none does."""
+    cache = no_cache(model.cfg, rule)
+    e_BTD, outer = model.start(ids_BT, cache)
+    watch = EXITS[rule](model, outer, cache, threshold)
+    h_BTD, who = model.recursion(e_BTD, outer, model.cfg.n_recur, Silence(), cache, watch)
+    return watch.features(h_BTD), steps_taken(who, ids_BT)
+
+
+@torch.no_grad()
+def exit_point(run, starts, rule, threshold):
+    """Loss, steps and FLOPs per token of one threshold, the score's own included."""
+    cfg, nats, counts, depths = run.model.cfg, 0.0, 0.0, torch.zeros(run.model.cfg.n_recur + 1, dtype=torch.long)
+    for ids_BT, targets_BT in batches(run, starts):
+        with run.autocast:
+            x_BTD, depth_BT = exit_pass(run.model, ids_BT, rule, threshold)
+            nats_B, count_B = row_nats(run.model, x_BTD, targets_BT)
+        nats, counts = nats + nats_B.sum().item(), counts + count_B.sum().item()
+        depths += torch.bincount(depth_BT.flatten().cpu(), minlength=cfg.n_recur + 1)
+    shares = (depths / depths.sum()).tolist()
+    mean = sum(depth * share for depth, share in enumerate(shares))
+    flops = cfg.flops_per_token(cfg.block_size, depth=mean, exit=rule) if cfg.router == "none" else None       # of routed models: not counted
+    return {"rule": rule, "threshold": threshold, "mean_depth": mean, "depth_shares": shares, "flops_per_token": flops,
+            "nats_per_token": nats / counts, "bits_per_byte": nats / counts * run.bits}
+
+
+@torch.inference_mode()
+def time_exits(run, starts, points, n_tokens):
+    """Adds to each point the median milliseconds of decoding one token more of real text, one row, with a cache, and the mean
+    steps of those tokens. Points take turns."""
+    from bench import clock
+    n = min(n_tokens, run.model.cfg.block_size - 1)
+    ids_1T, took = run.split.batch([int(starts[0])], run.device)[0][:, : n + 1], [[] for _ in points]
+    for repeat in range(-1, REPEATS):                         # the first round warms up
+        for point, ms in zip(points, took):
+            cache, steps = make_cache(run.model, 1, n + 1, exit=point["rule"]), 0
+            with run.autocast:
+                run.model.feed(ids_1T[:, :1], cache, exit=point["rule"], exit_threshold=point["threshold"])
+                start = clock(run.device)
+                for i in range(1, n + 1):
+                    run.model.feed(ids_1T[:, i : i + 1], cache, exit=point["rule"], exit_threshold=point["threshold"])
+                    steps += int(cache.taken_BT)
+                seconds = clock(run.device) - start
+            point["timed_depth"] = steps / n
+            ms += [seconds / n * 1e3] * (repeat >= 0)
+    for point, ms in zip(points, took):
+        point["ms_per_token"] = float(np.median(ms))
+
+
+def fit_line(points):
+    """ms per token = a + b x steps by least squares, and how much of the variance that explains."""
+    x, y = [p["timed_depth"] for p in points], [p["ms_per_token"] for p in points]
+    if len(set(x)) < 2:
+        return None                                           # no line through one depth
+    b, a = np.polyfit(x, y, 1)
+    return {"a_ms": float(a), "b_ms": float(b), "r2": float(np.corrcoef(x, y)[0, 1] ** 2)}
+
+
+def measure_exit(run, s):
+    rules, why = rules_of(run.model)
+    if not rules:
+        return {"why": why, "points": []}
+    starts = fixed_windows(run.split, s.eval_tokens)
+    points = [exit_point(run, starts, None, None)]
+    points += [exit_point(run, starts, rule, t) for rule in rules for t in s.exit_thresholds or TRIED[rule] if rule != "cdf" or t <= 1]
+    if s.exit_tokens:
+        time_exits(run, starts, points, s.exit_tokens)
+    fits = {rule: fit_line([p for p in points if p["rule"] == rule]) for rule in rules if s.exit_tokens}
+    return {"windows": len(starts), "layout": run.model.cfg.layout, "points": points, "fits": fits}
+
+
+def report_exit(runs, s):
+    """Loss, steps, FLOPs and time per token when tokens leave early; one picture for all runs."""
+    measured = [(run, measure_exit(run, s)) for run in runs]
+    print(f"exit: tokens leave the loop by their own score, on {measured[0][1].get('windows', 0):,} fixed windows; MFLOP count the score, and the coda that it "
+          f"reads; ms: one row decoded token by token with a cache")
+    tell_unpaired(runs)
+    number = lambda p, name, form: f"{p[name]:{form}}" if p.get(name) is not None else "-"
+    show(("run", "rule", "threshold", "mean depth", "MFLOP/token", "nats/token", "bits/byte", "ms/token", "at depth"),
+         [(run.name, p["rule"] or "none", number(p, "threshold", "g"), f"{p['mean_depth']:.3f}",
+           "-" if p["flops_per_token"] is None else f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", f"{p['bits_per_byte']:.4f}",
+           number(p, "ms_per_token", ".3f"), number(p, "timed_depth", ".3f")) for run, n in measured for p in n["points"]])
+    for run, n in measured:
+        if not n["points"]:
+            print(f"{run.name}: no early exit: {n['why']}")
+        for rule, line in n.get("fits", {}).items():
+            print(f"{run.name}: {rule}: " + ("all thresholds end at one depth" if line is None else
+                  f"ms per token = {line['a_ms']:.3f} + {line['b_ms']:.3f} x mean steps, R^2 {line['r2']:.3f}"))
+    others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
+    return {**measured[0][1], "picture": draw_exit(measured), "compare": others}
+
+
+def draw_exit(measured):
+    """OUT_DIR/exit.png: loss against mean steps, a line for each run and rule, a ring where nobody leaves early."""
+    unit, drawn = common_unit([run for run, _ in measured]), [p for _, n in measured for p in n["points"]]
+    if not drawn or (figure := new_figure(8, 5)) is None:
+        return None
+    axes = figure.subplots()
+    for run, n in measured:
+        for rule in dict.fromkeys(p["rule"] for p in n["points"] if p["rule"]):
+            points = sorted((p for p in n["points"] if p["rule"] == rule), key=lambda p: p["mean_depth"])
+            (line,) = axes.plot([p["mean_depth"] for p in points], [p[unit] for p in points], marker="o", markersize=4,
+                                label=plain(f"{n['layout']} by {rule} ({run.name})"))
+            for p in points:
+                axes.annotate(f"{p['threshold']:g}", (p["mean_depth"], p[unit]), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8,
+                              color=line.get_color())
+            axes.plot(n["points"][0]["mean_depth"], n["points"][0][unit], "o", markersize=11, fillstyle="none", color=line.get_color())
+    axes.margins(0.06, 0.12)                                  # for the numbers
+    axes.set(xlabel="mean steps per token", ylabel=f"validation loss, {unit.replace('_', ' ')}",
+             title="Leaving early (number: threshold; ring: nobody leaves early)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return save_picture(figure, measured[0][0].home / "exit.png")
 
 
 # ----------------------------------------------------------------------------------------------------------- part: router
@@ -466,12 +615,13 @@ class Lot:
 def routed_pass(model, ids_BT, choose, threshold):
     """(what the head reads, steps taken (B, T), what routers were asked: see RouterWatch) at full depth, tokens chosen by
     `choose`. Token-choice models choose in one way only."""
-    cache = NO_CACHES[model.cfg.kv]()
+    cache = no_cache(model.cfg)
     with RouterWatch(model) as watch:
-        h_BTD, e_BTD, outer = model.start(ids_BT, cache, threshold=threshold)
-        h_BTD, who = model.recursion(h_BTD, e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache)
+        e_BTD, outer = model.start(ids_BT, cache, threshold=threshold)
+        end = AtEnd(model, outer, cache)
+        h_BTD, who = model.recursion(e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache, end)
     depth_BT = steps_taken(who, ids_BT)
-    return model.finish(h_BTD, outer, cache), depth_BT, watch.asked(depth_BT)
+    return end.features(h_BTD), depth_BT, watch.asked(depth_BT)
 
 
 class Tally:
@@ -488,24 +638,18 @@ class Tally:
         self.depths.append(depth_BT.cpu().numpy().astype(np.int16))
         for step, heard in enumerate(asked):
             if heard is not None:
-                score_N, went_N = heard[0].sigmoid(), heard[1].long()
-                self.score_counts[step] += grid(went_N, bins(score_N), BINS)
-                self.yes_counts[step] += grid(went_N, (score_N >= self.cfg.threshold).long(), 2)
+                logit_N, went_N = heard[0], heard[1].long()
+                self.score_counts[step] += grid(went_N, bins(logit_N.sigmoid()), BINS)
+                self.yes_counts[step] += grid(went_N, (logit_N >= as_logit(self.cfg.threshold)).long(), 2)
 
     @property
     def depth_WT(self):
         return np.concatenate(self.depths)
 
-    @property
-    def step_shares(self):
-        """Share of all tokens that took each step."""
-        return [float((self.depth_WT > step).mean()) for step in range(self.cfg.n_recur)]
-
     def numbers(self, counts):
         loss, depth_WT = loss_of(np.concatenate(self.nats), counts), self.depth_WT
-        numbers = {**loss, "bits_per_byte": loss["nats_per_token"] * self.bits, "mean_depth": float(depth_WT.mean()),
-                   "depth_shares": depth_shares(depth_WT, self.cfg.n_recur)}
-        return numbers | ({"flops_per_token": flops_at(self.cfg, self.step_shares)} if self.cfg.router == "expert" else {})
+        return {**loss, "bits_per_byte": loss["nats_per_token"] * self.bits, "mean_depth": float(depth_WT.mean()),
+                "depth_shares": depth_shares(depth_WT, self.cfg.n_recur), "flops_per_token": flops_at(self.cfg, step_shares(depth_WT, self.cfg.n_recur))}
 
     def minus(self, other, counts):
         return paired(np.concatenate(self.nats), np.concatenate(other.nats), counts)
@@ -524,22 +668,15 @@ def depth_shares(depths, n_recur):
     return (np.bincount(depths.flatten(), minlength=n_recur + 1) / max(1, depths.size)).tolist()
 
 
-def flops_at(cfg, shares):
-    """FLOPs per token of an expert-choice model whose step r was taken by shares[r] of all tokens, to the nearest token of
-    a whole context. (Attention as if all windows had the mean: a little less than the mean over windows.)"""
-    S = cfg.block_size
-    k = [round(share * S) for share in shares]
-    depth = next((step for step, n in enumerate(k) if not n), cfg.n_recur)             # nobody took more
-    return replace(cfg, capacity=[min(1, (max(1, n) + 0.5) / S) for n in k]).flops_per_token(S, depth=depth)
+def step_shares(depths, n_recur):
+    """Share of the tokens that took each step."""
+    return [float((depths > step).mean()) for step in range(n_recur)]
 
 
-def agreement(counts):
-    """How a router's yes or no agrees with who went on; counts[went on, said yes]. None where there is nobody to judge by."""
-    (true_no, false_yes), (false_no, true_yes) = counts.tolist()
-    rate = lambda right, wrong: right / (right + wrong) if right + wrong else None
-    positive, negative = rate(true_yes, false_no), rate(true_no, false_yes)
-    return {"asked": int(counts.sum()), "chosen": true_yes + false_no, "accuracy": rate(true_yes + true_no, false_yes + false_no),
-            "balanced": None if None in (positive, negative) else (positive + negative) / 2, "true_positive": positive, "true_negative": negative}
+def flops_at(cfg, shares, depth=None):
+    """FLOPs per token of a routed model whose step r was taken by shares[r] of all tokens (None: n_recur steps), in a whole
+    context. (Attention as if all windows had the mean: a little less than the mean over windows.)"""
+    return exact_flops(cfg, cfg.block_size, cfg.n_recur if depth is None else depth, shares.__getitem__)
 
 
 def by_class(depth_WT, class_WT, n_recur):
@@ -553,7 +690,7 @@ def ways(cfg, thresholds, first):
     """{name or threshold: (how tokens are chosen, threshold)}, for a batch that `first` rows came before."""
     own = {"causal": (FORMS["causal"], cfg.threshold)}
     return own if cfg.router == "token" else {**own, "topk": (topk, cfg.threshold), "lot": (Lot(first), cfg.threshold),
-                                              **{threshold: (FORMS["causal"], threshold) for threshold in thresholds}}
+                                              **{threshold: (FORMS["causal"], threshold) for threshold in thresholds if cfg.router_choice == "score"}}
 
 
 @torch.no_grad()
@@ -579,7 +716,7 @@ def chosen_scores(model, ids_BT, depth_BT, autocast):
     """Token-choice: histogram of the score that each token gives the depth that it chose."""
     router = model.recursion.router
     with autocast:
-        p_BTR = router.score(router.unit(model.start(ids_BT, NO_CACHES[model.cfg.kv]())[1]))
+        p_BTR = router.score(router.unit(model.start(ids_BT, no_cache(model.cfg))[0]))
     p_N = p_BTR.gather(-1, depth_BT[..., None] - 1).flatten()
     return torch.bincount(bins(p_N), minlength=BINS).cpu().numpy()
 
@@ -600,13 +737,14 @@ def token_numbers(cfg, tallies, counts, p_counts):
 
 def expert_numbers(cfg, tallies, counts, p_counts):
     causal, best, lot = (tallies[name] for name in ("causal", "topk", "lot"))
-    choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1 and cfg.router_choice == "score"]     # of a router
+    asks = cfg.router_choice == "score"                       # a lot has no threshold and no scores to agree with
+    choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1 and asks]
     dead_T = (best.depth_WT < cfg.n_recur).all(0)
-    dial = {cfg.threshold: causal, **{way: tally for way, tally in tallies.items() if not isinstance(way, str)}}
-    return {"threshold": cfg.threshold, "capacities": cfg.capacities,
+    dial = {cfg.threshold: causal, **{way: tally for way, tally in tallies.items() if not isinstance(way, str)}} if asks else {}
+    return {"threshold": cfg.threshold if asks else None, "capacities": cfg.capacities,
             "topk": {"causal": False, **best.numbers(counts), "minus_causal": best.minus(causal, counts)},
             "lot": {**lot.numbers(counts), "minus_topk": lot.minus(best, counts), "minus_causal": lot.minus(causal, counts)},
-            "accuracy": {"pooled": agreement(best.yes_counts.sum(0)), "steps": {step: agreement(best.yes_counts[step]) for step in choices}},
+            "accuracy": {"pooled": agreement(best.yes_counts[choices].sum(0)), "steps": {step: agreement(best.yes_counts[step]) for step in choices}},
             "dead": {"ratio": float(dead_T.mean()), "positions": len(dead_T), "windows": len(counts)},
             "scores": {step: dict(zip(("left", "chosen"), best.score_counts[step].tolist())) for step in choices},
             "thresholds": [{"threshold": threshold, "own": threshold == cfg.threshold, **tally.numbers(counts)}
@@ -635,11 +773,11 @@ def report_router(runs, s):
 def show_choices(measured):
     rows = []
     for run, n in measured:
-        causal = f"causal, threshold {n['threshold']:g}" if n["router"] == "expert" else "token-choice"
+        causal = "token-choice" if n["router"] == "token" else "causal, by lot" if n["threshold"] is None else f"causal, threshold {n['threshold']:g}"
         for name, way in [(causal, n)] + [(name, n[key]) for name, key in ((TOPK, "topk"), (LOT, "lot")) if key in n]:
             d = way.get("minus_causal")
             rows.append((run.name, name, f"{way['nats_per_token']:.4f}", show_interval(way["interval"], ".4f"), f"{way['bits_per_byte']:.4f}",
-                         f"{way['mean_depth']:.3f}", f"{way['flops_per_token'] / 1e6:,.3f}" if "flops_per_token" in way else "-",
+                         f"{way['mean_depth']:.3f}", f"{way['flops_per_token'] / 1e6:,.3f}",
                          *((f"{d['value']:+.4f}", show_interval(d["interval"], "+.4f")) if d else ("-", "-"))))
     head = ("run", "who goes on", "nats/token", "95% interval", "bits/byte", "mean depth", "MFLOP/token", "minus causal", "95% interval")
     show(head, rows)
@@ -811,7 +949,7 @@ def report_answers(runs, s):
 
 
 # A part takes the runs, the first one in front, and the settings; it prints and returns its record.
-PARTS = {"loss": report_loss, "depth": report_depth, "router": report_router, "answers": report_answers}
+PARTS = {"loss": report_loss, "depth": report_depth, "exit": report_exit, "router": report_router, "answers": report_answers}
 
 
 def parts_for(words, run):
@@ -819,9 +957,12 @@ def parts_for(words, run):
     routed = run.model.cfg.router != "none"
     if "router" in words and not routed:
         raise UserError(f"{run.name} has no router, so there is nothing for the part router; name a routed run with --out_dir=, or leave the part out")
+    rules, why = rules_of(run.model)
+    if "exit" in words and not rules:
+        raise UserError(f"{run.name}: {why}; name another run with --out_dir=, or leave the part out")
+    has = {"router": routed, "exit": bool(rules) and not routed, "answers": "row" in run.meta}
     if not words and not routed:
         print(f"note: {run.name} has no router: the part router is left out", file=sys.stderr)
-    has = {"router": routed, "answers": "row" in run.meta}
     return list(dict.fromkeys(words or [name for name in PARTS if has.get(name, True)]))
 
 
@@ -862,6 +1003,9 @@ def parse(argv):
             hint = f"; a run is --out_dir={word}" if Path(word).exists() else near(word, PARTS) or f"; its parts are {', '.join(PARTS)}"
             raise UserError(f"command line: eval.py has no part {word!r}{hint}")
     check_ranges(s, RANGES)
+    for threshold in s.exit_thresholds:
+        if not 0 <= threshold < math.inf:
+            raise UserError(f"{s.origins['exit_thresholds']}: exit_thresholds={s.exit_thresholds}: {threshold} is out of range; give numbers from 0 up")
     for threshold in s.thresholds:
         if not 0 <= threshold <= 1:
             raise UserError(f"{s.origins['thresholds']}: thresholds={s.thresholds}: {threshold} is out of range; give numbers from 0 to 1")

@@ -21,10 +21,12 @@ number per row ends in _B:
     D n_embd          H query heads     G key/value heads   K head width        F MLP width          V vocabulary
     E 2 D: state beside anchor          P places of a cache slot, over all its rows          n some of the N
     A rows with a token in the step     L, M those of the A and C who continue  R steps (n_recur)
+    Q R x N: what is read of every step
 Papers: GRT = Gated Recurrent Transformers (arXiv 2608.15062); MoR = Mixture-of-Recursions (Bae et al. 2025);
 GPT-2 = Radford et al. 2019; Llama = Touvron et al. 2023.
 """
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -34,6 +36,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
     raise SystemExit(f"torch {torch.__version__} is too old: 2.11 or newer is needed (pip install --upgrade torch)")
@@ -72,7 +75,7 @@ class GPTConfig:
     router_width: int | None = key(None, "hidden width of an mlp router; None = 2 n_embd")
     router_score: str | None = key(None, "score of a logit: sigmoid, tanh, none, add = 1 (expert); softmax, sigmoid (token); None = sigmoid, softmax")
     router_alpha: float | None = key(None, "factor on the score; None = 0.1 for expert, 1 for token, for add and beside a gate")
-    router_choice: str = key("score", "expert: who goes on: by score, or by random lot, the floor that a router has to beat")
+    router_choice: str = key("score", "expert: who goes on: by score, or random: by one lot for each position and step, fixed for good; the floor that a router has to beat")
     capacity: list[float] | None = key(None, "expert: share of all tokens that each step takes; None = (n_recur - step) / n_recur")
     threshold: float = key(0.5, "expert, outside training: a token goes on if sigmoid(its logit) is at least this")
     router_loss: float | None = key(None, "weight of the router's own loss beside the mean loss of language; None = 0.016 (expert), 0.1 (token)")
@@ -80,36 +83,46 @@ class GPTConfig:
     router_z_loss: float | None = key(None, "weight of the mean squared logsumexp of the router's logits; None = 0 (expert), 1e-5 (token)")
     aux_router: bool = key(False, "expert: routers of their own learn the choice from detached states, in place of a loss, and decide outside training")
     kv: str = key("own", "whose K/V a step attends to: own = made in the same step; share = made at step 0, read at every step; share_k, share_v = one of the two")
-    depth_sampling: str = key("fixed", "depth of a training micro-batch: fixed (n_recur) or uniform (min_depth..n_recur)")
+    lora_rank: int = key(0, "rank of what every step adds to every linear of the core's blocks, weights of its own (RRT: 8); 0 = nothing")
+    state_init: str = key("anchor", "state before step 0: anchor = the prelude's output; random = noise, and only the adapter brings the text in (Huginn)")
+    state_std: float | None = key(None, "random first state: its std; None = the embeddings' at the start; Huginn's, for embeddings sqrt(n_embd) as large: (2/5)**.5")
+    state_seed: int = key(0, "random first state outside training: a function of this and of the position alone")
+    depth_sampling: str = key("fixed", "depth of a training micro-batch: fixed (n_recur), uniform (min_depth..n_recur), poisson (heavy tail, mean poisson_mean + 1)")
     min_depth: int = key(1, "smallest depth that uniform sampling draws")
-    loss: str = key("last", "which steps are supervised: last = one cross-entropy after the final step")
+    poisson_mean: float | None = key(None, "poisson: the mean of what is added to one step; None = n_recur - 1, so that the mean depth is n_recur")
+    bptt: int | None = key(None, "steps that gradients go back through, the last ones; None = all (Huginn: 8)")
+    loss: str = key("last", "which steps are supervised: last = one cross-entropy after the final step; every = each step's, weighed by an exit gate (Ouro)")
+    exit_entropy: float = key(0.1, "loss=every: weight of the entropy of the exit distribution, which keeps it from settling on one step")
     fused_loss: bool = key(False, "with targets: head and loss in chunks of tokens, so all logits are never there at once (logits: None)")
     state_noise: float = key(0.0, "std of the noise on the state that a step reads, training only (GRT: 0.1)")
     gate_noise: float = key(0.0, "std of the per-token noise inside the gate's sigmoid, training only (GRT: 0.1)")
     gate_bias: float = key(4.0, "initial b2 of the gate: +4 keeps .982 of the old state at every step")
     gate_temperature: float = key(1.0, "tau: the gate's logit is divided by it, before the noise")
     proj_init: str = key("normal", "adapter's start: normal = N(0, 0.02), identity = reads the state and ignores the anchor")
+    sandwich_norm: bool = key(False, "a norm after each residual sum too (Huginn)")
+    loop_norm: bool = key(False, "a norm of the state after every step (Ouro); without a coda it is the final norm as well")
     rope_theta: float = key(10000.0, "RoPE's base period (llama blocks)")
     norm_eps: float = key(1e-5, "epsilon of every norm")
 
     def __post_init__(self):
         for name, table in (("block", KINDS), ("sharing", SHARINGS), ("update", UPDATES), ("router", ROUTERS), ("kv", SLOTS),
-                            ("depth_sampling", DEPTHS), ("loss", LOSSES), ("proj_init", PROJ_INITS)):
+                            ("state_init", STATES), ("depth_sampling", DEPTHS), ("loss", LOSSES), ("proj_init", PROJ_INITS)):
             value = getattr(self, name)
             if value not in table and not (name == "sharing" and value is None):
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(table)}")
         for name, least in (("block_size", 1), ("n_embd", 1), ("n_head", 1), ("n_core", 1), ("n_recur", 1),
-                            ("n_prelude", 0), ("n_coda", 0), ("vocab_size", 1), ("n_kv_head", 1), ("n_ffn", 1)):
+                            ("n_prelude", 0), ("n_coda", 0), ("vocab_size", 1), ("lora_rank", 0), ("state_seed", 0),
+                            ("n_kv_head", 1), ("n_ffn", 1), ("bptt", 1)):
             value = getattr(self, name)
-            if value is None and name not in ("n_kv_head", "n_ffn"):
+            if value is None and name not in ("n_kv_head", "n_ffn", "bptt"):
                 raise ValueError(f"{name}=None is not a number; a model needs one")
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} is too small; it must be at least {least}")
-        for name in ("router_width", "router_alpha", "router_loss", "router_z_loss"):
+        for name in ("router_width", "router_alpha", "router_loss", "router_z_loss", "state_std", "poisson_mean"):
             value, zero = getattr(self, name), "loss" in name
             if value is not None and not (0 < value < math.inf or zero and value == 0):
                 raise ValueError(f"{name}={value} must be positive and finite" + zero * "; 0 turns it off")
-        for name in ("dropout", "state_noise", "gate_noise"):
+        for name in ("dropout", "state_noise", "gate_noise", "exit_entropy"):
             if not 0 <= getattr(self, name) < (1 if name == "dropout" else math.inf):
                 raise ValueError(f"{name}={getattr(self, name)} is out of range; 0 turns it off")
         for name in ("gate_temperature", "rope_theta", "norm_eps"):
@@ -118,6 +131,7 @@ class GPTConfig:
         self._check_shape()
         self._check_loop()
         self._check_router()
+        self._check_training()
 
     def _check_shape(self):
         if self.n_embd % self.n_head:
@@ -160,6 +174,9 @@ class GPTConfig:
         scores = {"none": (None,), "expert": (None, "sigmoid", "tanh", "none", "add"), "token": (None, "softmax", "sigmoid")}[self.router]
         if self.router_score not in scores:
             raise ValueError(f"router_score={self.router_score!r} does not go with router={self.router!r}; it is one of {', '.join(map(str, scores))}")
+        if self.router_score == "add" and self.router_choice == "score" and (self.aux_router or not self.router_weight):
+            why = "aux_router=True teaches to others" if self.aux_router else "router_loss=0 turns off"
+            raise ValueError(f"router_score='add' leaves a router its own loss to learn its choice from, which {why}; use another score, or leave that out")
         if self.router == "token" and self.update == "gate":
             raise ValueError("router='token' does not go with update='gate', whose last step is no whole output; use router='expert'")
         if self.router_balance == "bias" and self.depth_sampling != "fixed":
@@ -168,22 +185,51 @@ class GPTConfig:
             raise ValueError(f"threshold={self.threshold} is outside 0..1")
         shares = self.capacity
         if shares is not None and (self.router != "expert" or len(shares) != self.n_recur or not all(0 < c <= 1 for c in shares)):
-            raise ValueError(f"capacity={shares} is one share of the tokens in (0, 1] for each of the n_recur={self.n_recur} steps of an "
+            raise ValueError(f"capacity={shares} must be one share of the tokens in (0, 1] for each of the n_recur={self.n_recur} steps of an "
                              f"expert-choice model")
+        for step in range(1, len(shares or ())):
+            if shares[step] > shares[step - 1]:
+                raise ValueError(f"capacity={shares} rises at step {step}, which can only choose among those who took the step before; let no share "
+                                 f"be larger than the one before it")
         if self.kv != "own" and self.router == "expert" and self.capacities[0] < 1:
             raise ValueError(f"kv={self.kv!r} is made at step 0 by all tokens, so capacity must begin with 1, not {self.capacities[0]}")
+
+    def _check_training(self):
+        every = self.loss == "every"
+        for name, asked, other, allowed, why in (
+                ("state_init", self.state_init == "random", "update", ("inject", "gate"), "nothing else brings the text to the loop"),
+                ("state_init", self.state_init == "random", "router", ("none", "expert"), "a token's depth is chosen from its anchor"),
+                ("depth_sampling", self.depth_sampling == "poisson", "router", ("none",), "it draws more than n_recur steps, and a router has n_recur"),
+                ("depth_sampling", self.depth_sampling == "poisson", "lora_rank", (0,), "it draws more than n_recur steps, and low-rank additions are for n_recur"),
+                ("bptt", self.bptt, "update", ("inject", "gate"), "the prelude learns through the anchor alone"),
+                ("bptt", self.bptt, "router", ("none",), "the routers of earlier steps would not learn"),
+                ("bptt", self.bptt, "lora_rank", (0,), "the low-rank additions of earlier steps would not learn"),
+                ("bptt", self.bptt, "loss", ("last",), "every step is supervised"),
+                ("loss", every, "router", ("none",), "the steps of a routed model are not for all tokens"),
+                ("loss", every, "sharing_name", ("cycle", "middle_cycle"), "a part of the loop has no meaning there"),
+                ("loop_norm", self.loop_norm, "router", ("none",), "it norms what a step leaves of every token")):
+            if asked and getattr(self, other) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} does not go with {other.removesuffix('_name')}={getattr(self, other)!r} ({why}); "
+                                 f"use {' or '.join(map(repr, allowed))}")
+        if self.depth_sampling == "poisson" and self.n_recur == 1 and self.poisson_mean is None:
+            raise ValueError("depth_sampling='poisson' adds n_recur - 1 = 0 steps to one; give a larger n_recur, or poisson_mean")
 
     def unused(self):
         """Sentences about keys that were changed but cannot matter beside the others."""
         default = {f.name: f.default for f in fields(self)}
         rules = [(self.update != "gate", "update is not gate", ("gate_noise", "gate_bias", "gate_temperature")),
                  (self.update == "replace", "update='replace' has no adapter", ("proj_init",)),
-                 (self.depth_sampling == "fixed", "depth_sampling='fixed'", ("min_depth",)),
+                 (self.depth_sampling != "uniform", f"depth_sampling={self.depth_sampling!r}", ("min_depth",)),
+                 (self.depth_sampling != "poisson", "depth_sampling is not poisson", ("poisson_mean",)),
+                 (self.state_init == "anchor", "the first state is the anchor", ("state_std", "state_seed")),
+                 (self.loss == "last", "one step is supervised", ("exit_entropy",)),
                  (self.block != "llama", "only llama blocks rotate", ("rope_theta",)),
                  (self.router == "none", "there is no router", ("router_kind", "router_width", "router_alpha", "router_loss", "router_z_loss")),
                  (self.router != "expert", "router is not expert", ("threshold",)),
                  (self.router_balance == "bias", "router_balance='bias' has no loss", ("router_loss",)),
-                 (self.router_choice == "random", "router_choice='random' teaches nothing", ("router_loss",)),
+                 (self.router_choice == "random", "router_choice='random' asks nobody and teaches nothing", ("threshold", "router_loss")),
+                 (self.router_choice == "random" and self.router_score == "add", "a random choice and no score need no router",
+                  ("router_kind", "router_width", "router_z_loss")),
                  (self.router != "none" and self.router_kind == "linear", "router_kind='linear'", ("router_width",))]
         return [f"{name}={getattr(self, name)} has no effect: {why}" for holds, why, names in rules if holds
                 for name in names if getattr(self, name) != default[name]]
@@ -196,9 +242,21 @@ class GPTConfig:
     sharing_rule = property(lambda self: SHARINGS[self.sharing_name])
     any_depth = property(lambda self: self.sharing_rule.any_depth)
     score_name = property(lambda self: self.router_score or {"expert": "sigmoid", "token": "softmax"}.get(self.router))
-    router_weight = property(lambda self: {"expert": 0.016, "token": 0.1}.get(self.router, 0.0) if self.router_loss is None else self.router_loss)
+    first_std = property(lambda self: self.state_std or 0.02 * (2 if self.block == "gpt2" else 1) ** 0.5)        # of one table, or of two
+    poisson_rate = property(lambda self: self.n_recur - 1 if self.poisson_mean is None else self.poisson_mean)
+    mean_depth = property(lambda self: {"uniform": (self.min_depth + self.n_recur) / 2, "poisson": self.poisson_rate + 1}.get(self.depth_sampling, self.n_recur))
+    random = property(lambda self: self.state_noise > 0 or self.gate_noise > 0 or self.state_init == "random")      # a training step's arithmetic
+    own_steps = property(lambda self: (self.router != "none") * "a router" or (self.lora_rank > 0) * "low-rank additions")
+    router_weight = property(lambda self: 0.0 if self.router_choice == "random" else {"expert": 0.016, "token": 0.1}.get(self.router, 0.0)
+                             if self.router_loss is None else self.router_loss)
     z_weight = property(lambda self: {"token": 1e-5}.get(self.router, 0.0) if self.router_z_loss is None else self.router_z_loss)
     capacities = property(lambda self: self.capacity or [(self.n_recur - step) / self.n_recur for step in range(self.n_recur)])
+
+    @property
+    def trained_depths(self):
+        """(least, most) that training knows: a poisson draw has no end."""
+        least = self.min_depth if self.depth_sampling == "uniform" else 1 if "poisson" in self.depth_sampling or self.loss == "every" else self.n_recur
+        return least, math.inf if self.depth_sampling == "poisson" else self.n_recur
 
     def unrouted(self):
         """The same model without a router: every token takes every step."""
@@ -217,20 +275,30 @@ class GPTConfig:
         """Unique parameters, the tied head counted once. embeddings=False leaves out token and position tables."""
         return count_params(self, embeddings)
 
-    def flops_per_token(self, seq_len, convention="exact", depth=None):
+    def flops_per_token(self, seq_len, convention="exact", depth=None, exit=None):
         """FLOPs of one forward pass per token, at context `seq_len`. depth: None = n_recur; may be fractional.
 
-        exact: the matrix products that are executed: causal attention as S/2 keys, true GQA and MLP widths, head, gate
-        and adapter (the anchor's half once per forward).
+        exact: the matrix products that are executed: causal attention as S/2 keys, true GQA and MLP widths, head, gate,
+        adapter (the anchor's half once per forward), low-rank additions; with an exit rule coda and score after every step.
         paper: the formula of the MoR paper: blocks alone, causal, K and V counted at full width, head left out.
         grt: the formula of the GRT paper: no causal halving, head left out, the adapter's two halves at every step."""
         if convention not in FLOPS:
             raise ValueError(f"convention={convention!r} is not one of {', '.join(FLOPS)}")
-        return FLOPS[convention](self, seq_len, self.n_recur if depth is None else depth)
+        depth = self.n_recur if depth is None else depth
+        score = 0 if exit is None else depth * EXITS[exit].flops(self) + (depth - 1) * self.n_coda * block_flops(self, seq_len / 2)
+        return FLOPS[convention](self, seq_len, depth) + score
 
-    def kv_bytes(self, seq_len, batch_size, dtype, cache="full", depth=None):
-        """Bytes of K and V for `batch_size` rows of `seq_len` tokens; prelude, coda and scratch entries included."""
-        return count_kv_bytes(self, seq_len, batch_size, dtype, cache, depth)
+    def train_flops_per_token(self, seq_len, depth=None):
+        """Exact FLOPs of a training micro-batch's forward pass per token at `depth` (None: the mean of what is drawn): as
+        flops_per_token, and with loss="every" coda, head and exit gate at every step."""
+        depth = self.mean_depth if depth is None else depth
+        more = 2 * self.n_embd * depth + (depth - 1) * (self.n_coda * block_flops(self, seq_len / 2) + 2 * self.vocab_size * self.n_embd)
+        return self.flops_per_token(seq_len, depth=depth) + (more if self.loss == "every" else 0)
+
+    def kv_bytes(self, seq_len, batch_size, dtype, cache="full", depth=None, exit=None):
+        """Bytes of K and V for `batch_size` rows of `seq_len` tokens; prelude, coda (with an exit rule of every step) and scratch
+        entries included."""
+        return count_kv_bytes(self, seq_len, batch_size, dtype, cache, depth, exit)
 
     def kv_io(self, seq_len, cache="full", depth=None):
         """(K, V) entries read for one new token that takes `depth` steps in a row of `seq_len`: in each executed block those
@@ -250,8 +318,9 @@ class GPTConfig:
         if cache not in FOLDS:
             raise ValueError(f"cache={cache!r} is not one of {', '.join(FOLDS)}")
         if cache != "full" and not self.compressible:
-            why = (f"router={self.router!r} sends tokens to different steps" if self.router != "none" else "kv='share' keeps no more already"
-                   if self.kv == "share" else f"sharing={self.sharing_name!r} runs a block twice in one step")
+            why = (f"router={self.router!r} sends tokens to different steps" if self.router != "none" else
+                   {"own": f"sharing={self.sharing_name!r} runs a block twice in one step", "share": "kv='share' keeps no more already"}
+                   .get(self.kv, f"kv={self.kv!r} keeps one of the two for all steps already, and needs every step's other"))
             raise ValueError(f"cache={cache!r} keeps one K and V per block, but {why}; use cache='full'")
 
 
@@ -275,6 +344,14 @@ def generator(seed, device="cpu"):
 
 def make_norm(cfg, width=None):
     return KINDS[cfg.block].norm(cfg, width or cfg.n_embd)
+
+
+class Linear(nn.Linear):
+    """W x, or W x + B A x where the step at hand has a pair (A, B) of its own  [RRT]."""
+
+    def forward(self, x, low=None):
+        y = super().forward(x)
+        return y if low is None else y + x @ low[0].mT @ low[1].mT
 
 
 class Learned(nn.Module):
@@ -354,17 +431,20 @@ class Seat(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A seat without a cache, for kv=share: K and V of step 0 stay, with their gradient, and later steps read them."""
-    store: list                          # this block's
+    """A seat without a cache whose K and V outlive the step, with their gradient: those of kv=share are made at step 0, with
+    early exit those of a token's last step stay."""
+    store: list                          # this block's K and V of all tokens
+    who: object                          # whose entries are new; None: nobody's
     row_L: torch.Tensor | None           # rows that take part; None: all
     mask_A1TS: torch.Tensor | None
-    causal: bool                         # step 0: everyone is there, in order
+    causal: bool                         # everyone is there, in order
 
     row_n = None
 
     def exchange(self, make):
-        if self.causal:
-            self.store[:] = [part() for part in make]
+        if self.who is not None:
+            new = [part() for part in make]
+            self.store[:] = [self.who.put(old, x) for old, x in zip(self.store or new, new)]
         return self.store if self.row_L is None else [x[self.row_L] for x in self.store]
 
 
@@ -375,7 +455,7 @@ class HalfKept(NamedTuple):
     half: int                            # 0: K, 1: V
     who: object                          # those who are in this step; None: step 0
 
-    causal, mask_A1TS, row_n = (property(lambda self: self.seat is None), property(lambda self: self.seat and self.seat.mask_A1TS),
+    causal, mask_A1TS, row_n = (property(lambda self: self.seat is None or self.seat.causal), property(lambda self: self.seat and self.seat.mask_A1TS),
                                 property(lambda self: self.seat and self.seat.row_n))
 
     def exchange(self, make):
@@ -394,9 +474,10 @@ def sees(position_AT, n_seen):
 
 class NoCache:
     """Training and full forwards: nothing is stored, a block's attention is causal over what is here."""
-    depth, outer_window = None, Window(None, None, None, 0, 0, None)
+    depth, outer_window, exits = None, Window(None, None, None, 0, 0, None), False
 
     def open(self, B, T, n_new_B, device):
+        self.n_tokens = T
         return torch.arange(T, device=device)[None]
 
     def arrive(self, step, who):
@@ -408,22 +489,42 @@ class NoCache:
     def core_seat(self, step, j):
         return None
 
+    def coda_seat(self, i):
+        return None
+
     def settle(self, step):
         pass
 
 
 class KeptNoCache(NoCache):
-    """NoCache for kv=share."""
+    """NoCache for kv=share: what step 0 makes is kept."""
 
     def __init__(self):
         self.store = {}
 
+    def writes(self, step):
+        return step == 0
+
     def arrive(self, step, who):
-        rows = None if who.row_A is None else torch.tensor(who.row_A, dtype=torch.long, device=who.position_AC.device)
-        self.step_seat = (rows, sees(who.position_AC, self.store[0][0].size(1)), False) if step else (None, None, True)
+        self.step_seat = kept_seat(who, self.writes(step), self.n_tokens)
 
     def core_seat(self, step, j):
-        return Kept(self.store.setdefault(j, []), *self.step_seat)
+        return self.step_seat(self.store.setdefault(j, []))
+
+
+class StayNoCache(KeptNoCache):
+    """NoCache for early exit: what a token made last is kept."""
+
+    def writes(self, step):
+        return True
+
+
+def kept_seat(who, writes, n_tokens):
+    """A block's store -> its Kept, for the tokens of `who`."""
+    row_L = None if who.row_A is None else torch.tensor(who.row_A, dtype=torch.long, device=who.position_AC.device)
+    everyone = who.index_AC is None
+    mask_A1TS = None if everyone else sees(who.position_AC, n_tokens)
+    return lambda store: Kept(store, who if writes else None, row_L, mask_A1TS, everyone)
 
 
 class KVCache:
@@ -435,7 +536,7 @@ class KVCache:
     def __init__(self, cfg, n_rows, n_places, depth, dtype=torch.float32, device="cpu"):
         if n_places > cfg.block_size:
             raise ValueError(f"n_places={n_places} is more than block_size={cfg.block_size}, the positions that the model knows")
-        self.cfg, self.n_rows, self.n_places, self.depth = cfg, n_rows, n_places, depth
+        self.cfg, self.n_rows, self.n_places, self.depth, self.exits = cfg, n_rows, n_places, depth, False
         self.length_B, self.dtype, self.device = [0] * n_rows, dtype, device
         self.outer = [self.new_slot(n_places) for _ in range(cfg.n_prelude + cfg.n_coda)]
         self.core = [self.new_slot(slot_places(cfg, slot, n_places)) for slot in range(n_slots(cfg, depth))]
@@ -482,10 +583,28 @@ class KVCache:
         return Window(place_C, real_C, mask_A1TS, n_seen, self.n_rows, row_n, position_AT, real_AT)
 
     def arrive(self, step, who):
-        """The tokens of `who` go through a step: where every token does, their places are their positions."""
+        """The tokens of `who` go through a step: their places are their positions."""
+        self.core_window = self.at_positions(who)
+
+    def at_positions(self, who):
+        """The window of those of this call's tokens, in places that are their positions."""
+        if who.index_AC is None:
+            return self.outer_window
+        rows, row_n = range(self.n_rows), None
+        if who.row_A is not None:
+            rows, row_n = who.row_A, [(row, self.length_B[row]) for row in who.row_A]
+        place_AC = torch.tensor(rows, dtype=torch.long, device=who.position_AC.device)[:, None] * self.n_places + who.position_AC
+        real_n = None if who.real_AC is None else who.real_AC.flatten().nonzero().squeeze(1)
+        n_seen, level = self.outer_window.n_seen, len(set(self.length_B)) == 1
+        newest = self.outer_window.position_AT.size(1) == 1 and (row_n is not None or level)     # of a row: sees all of it
+        mask_A1TS = None if newest else sees(who.position_AC, n_seen)
+        return Window(place_AC.flatten() if real_n is None else place_AC.flatten()[real_n], real_n, mask_A1TS, n_seen, self.n_rows, row_n)
 
     def seat(self, i):
         return Seat(self.outer[i], self.outer_window)
+
+    def coda_seat(self, i):
+        return self.seat(self.cfg.n_prelude + i)
 
     def core_seat(self, step, j):
         return Seat(self.core[self.core_slot(step, j)], self.core_window)
@@ -493,9 +612,15 @@ class KVCache:
     def settle(self, step):
         """A step is over. Exact slots stay as they are."""
 
-    def compress(self, how):
-        """A cache with one slot per core block, as `how` says, in place of this one, whose outer slots it takes over."""
-        return self if how == "full" else CompressedCache(self, how)
+    def carry(self, step, place_C):
+        """What those places hold of the step before goes on to `step`, for tokens that have left."""
+        for j in range(self.cfg.n_core):
+            self.core[self.core_slot(step, j)][:, place_C] = self.core[self.core_slot(step - 1, j)][:, place_C]
+
+    def compress(self, how, taken_P=None):
+        """A cache with one slot per core block, as `how` says, in place of this one, whose outer slots it takes over. taken_P: how
+        many steps the token in each place took (None: all)."""
+        return self if how == "full" else CompressedCache(self, how, taken_P)
 
 
 class ArrivalCache(KVCache):
@@ -517,6 +642,9 @@ class ArrivalCache(KVCache):
             n_places = self.grow(step, n_places)
         self.core_window = self.window(start_A, n_new_A, C, who.position_AC.device, row_A, n_places)
 
+    def carry(self, step, place_C):
+        """Who does not reach a step is not in it."""
+
     def grow(self, step, n_places):
         """Slots of `step` with a quarter more places than are needed now, and what is in the old ones."""
         most = max(self.arrived[step])
@@ -533,10 +661,10 @@ class SharedCache(KVCache):
 
     def arrive(self, step, who):
         if step:
-            n_seen, row_n = self.outer_window.n_seen, None if who.row_A is None else [(row, self.length_B[row]) for row in who.row_A]
-            newest = self.outer_window.position_AT.size(1) == 1 and (row_n is not None or len(set(self.length_B)) == 1)
-            mask_A1TS = None if newest else sees(who.position_AC, n_seen)        # the newest token of a row sees all of it
-            self.core_window = Window(None, None, mask_A1TS, n_seen, self.n_rows, row_n)
+            self.core_window = self.at_positions(who)._replace(place_C=None, real_C=None)
+
+    def carry(self, step, place_C):
+        """There is one slot for all steps."""
 
 
 class CompressedCache(KVCache):
@@ -545,12 +673,13 @@ class CompressedCache(KVCache):
     A new token's step r writes its K_r, V_r in place, attends to {compressed past, itself}, and settle() then replaces
     the entry by the first / last / running mean of its steps: right whenever a token stops. One token per row and call."""
 
-    def __init__(self, full, how):
+    def __init__(self, full, how, taken_P=None):
         vars(self).update(vars(full))                         # same rows, places, lengths and outer slots
         self.core, self.fold = [self.new_slot(self.n_places) for _ in range(self.cfg.n_core)], FOLDS[how]
         for step, row in enumerate(block_table(self.cfg, self.depth)):
             for j, block in enumerate(row):
-                self.core[block].copy_(self.fold(self.core[block], full.core[full.core_slot(step, j)], step))
+                kept = self.fold(self.core[block], full.core[full.core_slot(step, j)], step)
+                self.core[block].copy_(kept if taken_P is None else torch.where(taken_P[:, None, None] > step, kept, self.core[block]))
         # What is kept of the token at hand while its entry is in use; `last` keeps the entry itself.
         self.scratch = [] if how == "last" else [slot.new_zeros(2, self.n_rows, *slot.shape[2:]) for slot in self.core]
 
@@ -566,9 +695,13 @@ class CompressedCache(KVCache):
         return super().open(B, T, n_new_B, device)
 
     def settle(self, step):
+        place_C, row_n = self.core_window.place_C, self.core_window.row_n
+        rows = slice(None) if row_n is None else [row for row, _ in row_n]
         for slot, kept in zip(self.core, self.scratch):
-            kept.copy_(self.fold(kept, slot[:, self.core_window.place_C], step))
-            slot[:, self.core_window.place_C] = kept
+            slot[:, place_C] = kept[:, rows] = self.fold(kept[:, rows], slot[:, place_C], step)
+
+    def carry(self, step, place_C):
+        """There is one slot for all steps."""
 
 
 def half_kept(base, half):
@@ -578,18 +711,102 @@ def half_kept(base, half):
         def arrive(self, step, who):
             super().arrive(step, who)
             self.who = who if step else None
-            self.store = self.store if step else {}
+            self.halves = self.halves if step else {}
 
         def core_seat(self, step, j):
-            return HalfKept(super().core_seat(step, j), self.store.setdefault(j, []), half, self.who)
+            return HalfKept(super().core_seat(step, j), self.halves.setdefault(j, []), half, self.who)
 
     return Halves
 
 
-# Which cache: by whose K/V a step attends to, and whether tokens are routed.
-NO_CACHES = {"own": NoCache, "share": KeptNoCache, "share_k": half_kept(NoCache, 0), "share_v": half_kept(NoCache, 1)}
-CACHES = {("own", False): KVCache, ("own", True): ArrivalCache, ("share", False): SharedCache, ("share", True): SharedCache,
-          **{(f"share_{half}", routed): half_kept(base, i) for i, half in enumerate("kv") for routed, base in ((False, KVCache), (True, ArrivalCache))}}
+class ExitNoCache:
+    """Around a NoCache, for early exit: the coda runs after every step, on those who took it, and sees the others as it saw
+    them last. What is not said here is the inner one's."""
+    exits = True
+
+    def __init__(self, inner):
+        self.inner, self.coda = inner, {}
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def arrive(self, step, who):
+        self.inner.arrive(step, who)
+        self.step_seat = kept_seat(who, True, self.n_tokens)
+
+    def exit_seat(self, step, i):
+        return self.step_seat(self.coda.setdefault(i, []))
+
+    def close(self):
+        pass
+
+
+class ExitCache(ExitNoCache):
+    """Around a decode cache, for early exit: the coda has a slot for each (step, block) as the core has, and a token that left
+    stands in later slots with the K and V of its last step (routed, kv=own: in the coda's alone)."""
+
+    def __init__(self, inner):
+        self.inner, self.cfg = inner, inner.cfg
+        self.inner.outer = inner.outer[: self.cfg.n_prelude]
+        self.coda = [[inner.new_slot(inner.n_places) for _ in range(self.cfg.n_coda)] for _ in range(max(1, inner.depth))]
+        self.taken_P = torch.zeros(inner.n_rows * inner.n_places, dtype=torch.long, device=inner.device)
+
+    def open(self, B, T, n_new_B, device):
+        self.last_step, position_BT = 0, self.inner.open(B, T, n_new_B, device)
+        self.window = self.inner.outer_window
+        return position_BT
+
+    def arrive(self, step, who):
+        if who.index_AC is not None:                          # some have left
+            self.carry(step)
+        self.last_step = step
+        self.inner.arrive(step, who)
+        self.window = self.inner.at_positions(who)
+        self.taken_P[self.window.place_C] = step + 1
+
+    def carry(self, step):
+        place_C = self.inner.outer_window.place_C
+        if step:
+            for slot, before in zip(self.coda[step], self.coda[step - 1]):
+                slot[:, place_C] = before[:, place_C]
+            self.inner.carry(step, place_C)
+
+    def close(self):
+        """The loop is over: the steps that nobody took are filled too."""
+        for step in range(self.last_step + 1, self.depth):
+            self.carry(step)
+
+    def exit_seat(self, step, i):
+        return Seat(self.coda[step][i], self.window)
+
+    def coda_seat(self, i):
+        return self.exit_seat(0, i)                           # at depth 0
+
+    def compress(self, how):
+        self.inner = self.inner.compress(how, self.taken_P)
+        return self
+
+    def nbytes(self):
+        return self.inner.nbytes() + sum(slot.nbytes for slots in self.coda for slot in slots)
+
+
+# Which cache: by whose K/V a step attends to, and by what becomes of a token that stops: every = none does, stay = later steps
+# see it as it was (early exit), gone = they do not (routers).
+NO_CACHES = {("own", "every"): NoCache, ("own", "stay"): StayNoCache, ("own", "gone"): NoCache, **{("share", stops): KeptNoCache for stops in ("every", "stay", "gone")}}
+CACHES = {("own", "every"): KVCache, ("own", "stay"): KVCache, ("own", "gone"): ArrivalCache, **{("share", stops): SharedCache for stops in ("every", "stay", "gone")}}
+for table in (NO_CACHES, CACHES):
+    table.update({(f"share_{half}", stops): half_kept(table["own", stops], i) for i, half in enumerate("kv") for stops in ("every", "stay", "gone")})
+
+
+def stops(cfg, exit):
+    return "gone" if cfg.router != "none" else "every" if exit is None else "stay"
+
+
+def no_cache(cfg, exit=None):
+    """For full forwards, with early exit or without."""
+    inner = NO_CACHES[cfg.kv, stops(cfg, exit)]()
+    return inner if exit is None else ExitNoCache(inner)
+
 
 # How a compressed slot takes up step r (from 0): what was kept, the new entry -> what is kept.
 FOLDS = {
@@ -619,7 +836,7 @@ def weigh(q_BTHK, k_BSGK, v_BSGK, mask_B1TS, causal, dropout):
         return flash_attn_func(q_BTHK, k_BSGK, v_BSGK, dropout_p=dropout, causal=True)
     q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
     y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, dropout_p=dropout, is_causal=causal,
-                                            enable_gqa=q_BHTK.size(1) != k_BGSK.size(1))
+                                            enable_gqa=True if q_BHTK.size(1) != k_BGSK.size(1) else False)    # bare, != would break a dynamic graph
     return y_BHTK.transpose(1, 2)
 
 
@@ -629,18 +846,19 @@ class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         D, K = cfg.n_embd, cfg.head_width
-        self.query = nn.Linear(D, D, bias=cfg.bias)
-        self.key = nn.Linear(D, cfg.kv_heads * K, bias=cfg.bias)
-        self.value = nn.Linear(D, cfg.kv_heads * K, bias=cfg.bias)
-        self.output = nn.Linear(D, D, bias=cfg.bias)
+        self.query = Linear(D, D, bias=cfg.bias)
+        self.key = Linear(D, cfg.kv_heads * K, bias=cfg.bias)
+        self.value = Linear(D, cfg.kv_heads * K, bias=cfg.bias)
+        self.output = Linear(D, D, bias=cfg.bias)
         self.head_width, self.dropout = K, cfg.dropout
 
-    def forward(self, x_BTD, cos, sin, seat):
+    def forward(self, x_BTD, cos=None, sin=None, seat=None, low={}):
         B, T, D = x_BTD.shape
-        q_BTHK = rotate(self.query(x_BTD).view(B, T, -1, self.head_width), cos, sin)
-        make = (lambda: rotate(self.key(x_BTD).view(B, T, -1, self.head_width), cos, sin), lambda: self.value(x_BTD).view(B, T, -1, self.head_width))
+        q_BTHK = rotate(self.query(x_BTD, low.get("query")).view(B, T, -1, self.head_width), cos, sin)
+        make = (lambda: rotate(self.key(x_BTD, low.get("key")).view(B, T, -1, self.head_width), cos, sin),
+                lambda: self.value(x_BTD, low.get("value")).view(B, T, -1, self.head_width))
         y_BTHK = attend(q_BTHK, make, seat, self.dropout if self.training else 0.0)
-        return self.output(y_BTHK.reshape(B, T, D))
+        return self.output(y_BTHK.reshape(B, T, D), low.get("output"))
 
 
 class GeluMLP(nn.Module):
@@ -648,11 +866,11 @@ class GeluMLP(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.up = nn.Linear(cfg.n_embd, cfg.ffn_width, bias=cfg.bias)
-        self.down = nn.Linear(cfg.ffn_width, cfg.n_embd, bias=cfg.bias)
+        self.up = Linear(cfg.n_embd, cfg.ffn_width, bias=cfg.bias)
+        self.down = Linear(cfg.ffn_width, cfg.n_embd, bias=cfg.bias)
 
-    def forward(self, x_BTD):
-        return self.down(F.gelu(self.up(x_BTD)))
+    def forward(self, x_BTD, low={}):
+        return self.down(F.gelu(self.up(x_BTD, low.get("up"))), low.get("down"))
 
 
 class SwiGLU(nn.Module):
@@ -660,12 +878,12 @@ class SwiGLU(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.gate = nn.Linear(cfg.n_embd, cfg.ffn_width, bias=False)
-        self.up = nn.Linear(cfg.n_embd, cfg.ffn_width, bias=False)
-        self.down = nn.Linear(cfg.ffn_width, cfg.n_embd, bias=False)
+        self.gate = Linear(cfg.n_embd, cfg.ffn_width, bias=False)
+        self.up = Linear(cfg.n_embd, cfg.ffn_width, bias=False)
+        self.down = Linear(cfg.ffn_width, cfg.n_embd, bias=False)
 
-    def forward(self, x_BTD):
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+    def forward(self, x_BTD, low={}):
+        return self.down(F.silu(self.gate(x_BTD, low.get("gate"))) * self.up(x_BTD, low.get("up")), low.get("down"))
 
 
 class Kind(NamedTuple):
@@ -684,17 +902,20 @@ KINDS = {
 class Block(nn.Module):
     """A pre-norm transformer block, residuals inside: a function of tensors, x -> x, whose only trace is in its seat.
 
-    cos, sin: rotary tables or None; seat: where K and V go, None = causal over what is here."""
+    cos, sin: rotary tables or None; seat: where K and V go, None = causal over what is here; low: the step's own additions
+    to the linears, by name (room 7)."""
 
     def __init__(self, cfg):
         super().__init__()
         self.attention_norm, self.attention = make_norm(cfg), Attention(cfg)
         self.mlp_norm, self.mlp = make_norm(cfg), KINDS[cfg.block].mlp(cfg)
         self.dropout = nn.Dropout(cfg.dropout) if cfg.dropout else nn.Identity()
+        after = lambda: make_norm(cfg) if cfg.sandwich_norm else nn.Identity()                # of the residual sum  [Huginn]
+        self.attention_after, self.mlp_after = after(), after()
 
-    def forward(self, x_BTD, cos=None, sin=None, seat=None):
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos, sin, seat))
-        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+    def forward(self, x_BTD, cos=None, sin=None, seat=None, low={}):
+        x_BTD = self.attention_after(x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), cos, sin, seat, low)))
+        return self.mlp_after(x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD), low)))
 
 
 # ---------------------------------------------------------------------------------------------------------- 5 depth plan
@@ -790,6 +1011,9 @@ class Who(NamedTuple):
         before = self.depth if torch.is_tensor(self.depth) else torch.full((B, T, 1), self.depth, device=self.index_AC.device)
         return self.put(before, torch.full((*self.index_AC.shape, 1), step, device=self.index_AC.device))
 
+    def went(self, h_BTD, step):
+        return self._replace(depth=self.taken(*h_BTD.shape[:2], step))
+
     def pick(self, picked, B, T):
         """Of these tokens those that compact() names."""
         if picked is None:
@@ -849,7 +1073,7 @@ def lot(position_AC, step):
     return x_AC - x_AC.floor()
 
 
-SCORES = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": lambda x: x, "add": torch.ones_like, "softmax": lambda x: x.softmax(-1)}
+SCORES = {"sigmoid": torch.sigmoid, "tanh": torch.tanh, "none": torch.positive, "add": torch.ones_like, "softmax": functools.partial(torch.softmax, dim=-1)}
 
 
 class RouterUnit(nn.Module):
@@ -898,7 +1122,7 @@ class NoRouter(nn.Module):
         return who
 
     def narrow(self, h_BTD, who, step):
-        return who._replace(depth=step)
+        return who
 
     def merge(self, h_ACD, y_ACD, write, who, step):
         return write(h_ACD, y_ACD)
@@ -910,18 +1134,31 @@ class NoRouter(nn.Module):
         """Token-choice with balance by bias: after an optimizer step in which load_R tokens chose depth 1..R."""
 
 
+def by_score(router, logit_AC, x_ACD, who, step):
+    return logit_AC, logit_AC >= who.threshold, logit_AC
+
+
+def by_aux(router, logit_AC, x_ACD, who, step):
+    aux_AC = router.aux_units[step](x_ACD.detach())[..., 0]
+    return logit_AC, aux_AC >= who.threshold, aux_AC
+
+
 def by_lot(router, logit_AC, x_ACD, who, step):
     shares = [1.0, *router.cfg.capacities]
     luck_AC = shares[step + 1] / shares[step] - lot(who.position_AC, step).expand(logit_AC.shape)
-    return luck_AC, luck_AC
+    return luck_AC, luck_AC >= 0, logit_AC                    # no threshold; and the loss has no weight
 
 
-# Expert-choice: what top-k goes by, and whose sign decides outside training: two (A, C) from the step's router and the state.
-JUDGES = {
-    "score": lambda router, logit_AC, x_ACD, who, step: (logit_AC, logit_AC),
-    "aux": lambda router, logit_AC, x_ACD, who, step: (logit_AC, router.aux_units[step](x_ACD.detach())[..., 0]),
-    "random": by_lot,
-}
+# Expert-choice: what top-k goes by, who goes on outside training, and the logits that learn from who did: three (A, C).
+JUDGES = {"score": by_score, "aux": by_aux, "random": by_lot}
+
+
+def add_whole(h_ACD, y_ACD, score_AC1, write):
+    return h_ACD + score_AC1 * y_ACD
+
+
+def add_change(h_ACD, y_ACD, score_AC1, write):
+    return h_ACD + score_AC1 * (write(h_ACD, y_ACD) - h_ACD)
 
 
 class Expert(NoRouter):
@@ -933,7 +1170,7 @@ class Expert(NoRouter):
         self.cfg, self.extra, self.score = cfg, 0.0, SCORES[cfg.score_name]
         whole = cfg.update == "gate" or cfg.router_score == "add"
         self.alpha = (1.0 if whole else 0.1) if cfg.router_alpha is None else cfg.router_alpha
-        self.blend = {"gate": lambda h, y, s, write: h + s * (write(h, y) - h)}.get(cfg.update, lambda h, y, s, write: h + s * y)
+        self.blend = add_change if cfg.update == "gate" else add_whole
         self.judge = JUDGES["aux" if cfg.aux_router else cfg.router_choice]
         self.units = nn.ModuleList(RouterUnit(cfg, 1) for _ in range(cfg.n_recur))
         self.aux_units = nn.ModuleList(RouterUnit(cfg, 1) if share < 1 else nn.Identity() for share in cfg.capacities if cfg.aux_router)
@@ -958,7 +1195,6 @@ class Expert(NoRouter):
 
     def narrow(self, h_BTD, who, step):
         B, T, _ = h_BTD.shape
-        who = who._replace(depth=who.taken(B, T, step))
         if step == self.cfg.n_recur:
             return who
         x_ACD, share = who.take(h_BTD), self.cfg.capacities[step]
@@ -967,11 +1203,10 @@ class Expert(NoRouter):
         share = share + (1 - share) * self.extra * self.training
         if share >= 1:
             return who
-        by_AC, judge_AC = self.judge(self, logit_AC1[..., 0], x_ACD, who, step)
-        decided_AC = judge_AC >= who.threshold
+        by_AC, decided_AC, taught_AC = self.judge(self, logit_AC1[..., 0], x_ACD, who, step)
         chosen_AC, picked = who.choose(by_AC, decided_AC, min(by_AC.size(1), n_chosen(share, T)), who.real_AC)
         if self.training:
-            aux = F.binary_cross_entropy_with_logits(judge_AC, chosen_AC.to(judge_AC.dtype))                     # [MoR, aux loss]
+            aux = F.binary_cross_entropy_with_logits(taught_AC, chosen_AC.to(taught_AC.dtype))                   # [MoR, aux loss]
             who = who.add("router", self.cfg.router_weight, aux).add("router_z", self.cfg.z_weight, z_loss(logit_AC1))
         return who.pick(picked, B, T)
 
@@ -1011,7 +1246,6 @@ class Token(NoRouter):
 
     def narrow(self, h_BTD, who, step):
         B, T, _ = h_BTD.shape
-        who = who._replace(depth=who.taken(B, T, step))
         return who.pick(compact(who.take(who.wanted_BT1)[..., 0] > step, who.real_AC), B, T)
 
     def merge(self, h_ACD, y_ACD, write, who, step):
@@ -1022,6 +1256,80 @@ class Token(NoRouter):
 ROUTERS = {"none": NoRouter, "expert": Expert, "token": Token}
 
 # ------------------------------------------------------------------------------------------------------- 7 state updates
+
+
+class FromAnchor(nn.Module):
+    """h_0 = e"""
+
+    def __init__(self, cfg):
+        super().__init__()
+
+    def forward(self, e_BTD, position_BT, noise):
+        return e_BTD
+
+
+class FromNoise(FromAnchor):
+    """h_0: a normal draw cut at three sigma, the call's own in training; else one for each position, which is kept here  [Huginn]."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.std, self.seed = cfg.first_std, cfg.state_seed
+        self.register_buffer("still", torch.empty(cfg.block_size, cfg.n_embd), persistent=False)
+
+    def fill(self):
+        self.still.copy_(truncated_normal(self.still.shape, self.std, fold_in(self.seed, "first state")))
+
+    def forward(self, e_BTD, position_BT, noise):
+        return noise.on_first(self.still[position_BT].to(e_BTD.dtype).expand_as(e_BTD), self.std)
+
+
+STATES = {"anchor": FromAnchor, "random": FromNoise}
+
+
+class NoLoRA(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+
+    def at(self, step, j):
+        """What `step` adds to the linears of the j-th block that it runs: (A, B) by name."""
+        return {}
+
+    @staticmethod
+    def flops(cfg, made):
+        return 0
+
+
+class LoRA(NoLoRA):
+    """Low-rank additions of their own for each step and core position: y = W x + B A x, B = 0 at the start  [RRT, Bae et al. 2024].
+    Query, key and value are one linear here. Stacked over steps, so that a vector of steps indexes as well as one."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.split = [cfg.n_embd] + 2 * [cfg.kv_heads * cfg.head_width]
+        stack = lambda of: nn.ModuleList(nn.ParameterDict({name: nn.Parameter(torch.empty(cfg.n_recur, *of(*shape))) for name, shape in
+                                                           self.shapes(cfg).items()}) for _ in range(cfg.n_core))
+        self.down, self.up = stack(lambda n, m: (cfg.lora_rank, n)), stack(lambda n, m: (m, cfg.lora_rank))          # A, B
+
+    @staticmethod
+    def shapes(cfg):
+        """(in, out) of every linear of a block."""
+        D, F, kv = cfg.n_embd, cfg.ffn_width, cfg.kv_heads * cfg.head_width
+        wide = ("up",) if KINDS[cfg.block].matrices == 2 else ("gate", "up")
+        return {"qkv": (D, D + 2 * kv), "output": (D, D), **dict.fromkeys(wide, (D, F)), "down": (F, D)}
+
+    def at(self, step, j):
+        pairs = {name: (self.down[j][name][step], self.up[j][name][step]) for name in self.down[j]}
+        A, B = pairs.pop("qkv")
+        return pairs | {name: (A, part) for name, part in zip(("query", "key", "value"), B.split(self.split, -2))}
+
+    @staticmethod
+    def flops(cfg, made):
+        """Per token of one block; made: how much of K and V is made."""
+        shapes = LoRA.shapes(cfg)
+        (D, _), kv = shapes.pop("qkv"), cfg.kv_heads * cfg.head_width
+        return 2 * cfg.lora_rank * (sum(n + m for n, m in shapes.values()) + 2 * D + 2 * made * (D + kv))
+
+
 # An update says what a step reads and what it leaves. `anchor` makes, once per forward, what does not change over steps.
 # Merge rules: replace and inject leave y, gate leaves g h + (1 - g) y.
 
@@ -1116,14 +1424,28 @@ UPDATES = {"replace": Replace, "inject": Inject, "gate": Gate}
 
 # ----------------------------------------------------------------------------------------------------- 8 depth and noise
 # Training depth of a micro-batch, from a generator that the caller gives the same seed on all ranks.
+def poisson_depth(cfg, rng):
+    """Heavy tail: tau ~ N(ln rbar - s^2 / 2, s), depth ~ Poisson(e^tau) + 1, s = .5; the mean is rbar + 1  [Huginn, Geiping et al. 2025]."""
+    tau = math.log(cfg.poisson_rate) - 0.5**2 / 2 + 0.5 * torch.randn((), generator=rng)
+    return int(torch.poisson(tau.exp(), generator=rng)) + 1
+
+
 DEPTHS = {
     "fixed": lambda cfg, rng: cfg.n_recur,
     "uniform": lambda cfg, rng: int(torch.randint(cfg.min_depth, cfg.n_recur + 1, (), generator=rng)),
+    "poisson": poisson_depth,
 }
+
+
+def truncated_normal(shape, std, seed, device="cpu"):
+    return nn.init.trunc_normal_(torch.empty(shape, device=device), 0, std, -3 * std, 3 * std, generator=generator(seed, device))
 
 
 class Silence:
     """Evaluation, and models without noise."""
+
+    def on_first(self, still_BTD, std):
+        return still_BTD
 
     def on_state(self, h_BTD, step):
         return h_BTD
@@ -1141,6 +1463,10 @@ class Noise:
     def draw(self, x, shape, std, *where):
         rng = generator(fold_in(self.seed, *where), x.device)
         return torch.empty(shape, device=x.device, dtype=x.dtype).normal_(0, std, generator=rng)
+
+    def on_first(self, still_BTD, std):
+        """A random first state, in place of evaluation's."""
+        return truncated_normal(still_BTD.shape, std, fold_in(self.seed, "first state"), still_BTD.device).to(still_BTD.dtype)
 
     def on_state(self, h_BTD, step):
         """h + eps_x, redrawn at every step; the gate and the write see h without it."""
@@ -1161,15 +1487,24 @@ class Recursion(nn.Module):
         super().__init__()
         self.cfg, self.block_at = cfg, cfg.sharing_rule.block
         self.core = nn.ModuleList(Block(cfg) for _ in range(cfg.n_core))
-        self.update, self.router = UPDATES[cfg.update](cfg), ROUTERS[cfg.router](cfg)
+        self.first_state, self.update, self.router = STATES[cfg.state_init](cfg), UPDATES[cfg.update](cfg), ROUTERS[cfg.router](cfg)
+        self.lora = LoRA(cfg) if cfg.lora_rank else NoLoRA(cfg)
+        self.norm = make_norm(cfg) if cfg.loop_norm else nn.Identity()
+        self.bptt = cfg.bptt or math.inf
 
-    def forward(self, h_BTD, e_BTD, who, depth, noise, cache):
-        anchor, who = self.update.anchor(e_BTD), self.router.enter(e_BTD, who, depth)
+    def forward(self, e_BTD, who, depth, noise, cache, watch):
+        h_BTD, anchor, who = self.enter(e_BTD, who, depth, noise)
         for step in range(depth):
-            h_BTD, who = self.step(h_BTD, anchor, who, step, noise, cache)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and step >= depth - self.bptt):
+                h_BTD, who = self.step(h_BTD, anchor, who, step, noise, cache, watch)
         return h_BTD, who
 
-    def step(self, h_BTD, anchor, who, step, noise, cache):
+    def enter(self, e_BTD, who, depth, noise):
+        """The first state, what the update needs of the anchor at every step, and who takes step 0."""
+        h_BTD = self.first_state(e_BTD, who.position_AC, noise)
+        return h_BTD, self.update.anchor(e_BTD), self.router.enter(h_BTD, who, depth)
+
+    def step(self, h_BTD, anchor, who, step, noise, cache, watch):
         """One pass of the core for those who are in it: read -> core -> write -> who continues?"""
         if not who.position_AC.numel():                       # nobody is
             return h_BTD, who
@@ -1177,59 +1512,190 @@ class Recursion(nn.Module):
         x_ACD = self.update.read(noise.on_state(h_ACD, step), chosen_anchor)
         cache.arrive(step, who)
         for j in range(len(self.core)):
-            x_ACD = self.core[self.block_at(step, j, self.cfg)](x_ACD, who.cos, who.sin, cache.core_seat(step, j))
+            block = self.core[self.block_at(step, j, self.cfg)]
+            x_ACD = block(x_ACD, who.cos, who.sin, cache.core_seat(step, j), self.lora.at(step, j))
         cache.settle(step)
         write = lambda h_ACD, y_ACD: self.update.write(h_ACD, y_ACD, chosen_anchor, noise.on_gate(h_ACD, step))
-        h_BTD = who.put(h_BTD, self.router.merge(h_ACD, x_ACD, write, who, step))
+        h_BTD = who.put(h_BTD, self.norm(self.router.merge(h_ACD, x_ACD, write, who, step)))
+        who = watch.look(h_BTD, who.went(h_BTD, step + 1), step + 1)
         return h_BTD, self.router.narrow(h_BTD, who, step + 1)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Head and cross-entropy, summed over the targets that count, a few tokens at a time. The gradient of a sum is known
-    as soon as its logits are, so it is made on the spot and nothing is computed twice; backward only scales it."""
+    """Head and cross-entropy, a weighted sum over tokens, a few of them at a time. The gradient of a sum is known as soon as its
+    logits are, so it is made on the spot and nothing is computed twice; backward only scales it.
+
+    x may hold a multiple of the targets, one pass through them after another. Returns (sum, cross-entropy of each token)."""
 
     @staticmethod
-    def forward(ctx, x_ND, table_VD, target_N, learn):
-        N, V = len(x_ND), len(table_VD)
-        sums, n = [], max(256, 2**20 // V, N // 16)                      # tokens at a time
-        ctx.grads = dx_ND, dtable_VD = [torch.zeros_like(w) if learn else w for w in (x_ND, table_VD)]
-        low = F.linear(x_ND[:1], table_VD[:1]).dtype                     # of a matrix product: autocast's where it is on
-        x_ND, table_VD, store_nV = x_ND.to(low), table_VD.to(low), x_ND.new_empty(min(n, N), V, dtype=low)
-        for x_nD, dx_nD, target_n in zip(x_ND.split(n), dx_ND.split(n), target_N.split(n)):
-            counts_n1 = (target_n != -100)[:, None]
-            index_n1 = target_n[:, None].where(counts_n1, 0)
+    def forward(ctx, x_QD, table_VD, target_N, weight_Q, learn):
+        V, n = len(table_VD), max(256, 2**20 // len(table_VD), len(target_N) // 16)                    # tokens at a time
+        Q, target_Q, ce_Q = len(x_QD), target_N.repeat(len(x_QD) // len(target_N)), weight_Q.new_empty(len(x_QD))
+        ctx.grads = dx_QD, dtable_VD = [torch.zeros_like(w) if learn else w for w in (x_QD, table_VD)]
+        low = F.linear(x_QD[:1], table_VD[:1]).dtype                     # of a matrix product: autocast's where it is on
+        x_QD, table_VD, store_nV = x_QD.to(low), table_VD.to(low), x_QD.new_empty(min(n, Q), V, dtype=low)
+        for x_nD, dx_nD, target_n, weight_n, ce_n in zip(*(t.split(n) for t in (x_QD, dx_QD, target_Q, weight_Q, ce_Q))):
+            index_n1 = target_n.where(target_n != -100, 0)[:, None]
             z_nV = at_least_fp32(torch.mm(x_nD, table_VD.T, out=store_nV[: len(x_nD)]))
             z_nV -= z_nV.amax(-1, keepdim=True)
             z_n1 = z_nV.gather(1, index_n1)
             sum_n1 = z_nV.exp_().sum(-1, keepdim=True)
-            sums.append(((sum_n1.log() - z_n1) * counts_n1).sum())
+            ce_n.copy_((sum_n1.log() - z_n1)[:, 0])
             if learn:          # d CE / dz = softmax - one-hot = (exp z - sum one-hot) / sum, divided where it is narrow
-                d_nV, share_n1 = z_nV.scatter_add_(1, index_n1, -sum_n1).to(low), counts_n1 / sum_n1
+                d_nV, share_n1 = z_nV.scatter_add_(1, index_n1, -sum_n1).to(low), weight_n[:, None] / sum_n1
                 dx_nD.copy_(d_nV @ table_VD).mul_(share_n1)
                 x_nD = (x_nD * share_n1).to(low)
                 dtable_VD.addmm_(d_nV.T, x_nD) if low == dtable_VD.dtype else dtable_VD.add_(d_nV.T @ x_nD)
-        return torch.stack(sums).sum()
+        ctx.ce_Q = ce_Q
+        ctx.mark_non_differentiable(ce_Q)
+        return (ce_Q * weight_Q).sum(), ce_Q
 
     @staticmethod
-    def backward(ctx, scale):
+    def backward(ctx, scale, _):
         if ctx.grads is None:
-            raise RuntimeError("a fused loss can be differentiated once; use fused_loss=False for more")
+            raise RuntimeError("a loss whose logits are never all there can be differentiated once; use fused_loss=False (and loss='last') for more")
         grads, ctx.grads = ctx.grads, None                               # handed over, not kept alive
-        return *(grad.mul_(scale) for grad in grads), None, None
+        return *(grad.mul_(scale) for grad in grads), None, scale * ctx.ce_Q if ctx.needs_input_grad[3] else None, None
 
 
-def cross_entropy(x_BTD, table_VD, logits_BTV, targets_BT):
-    """Mean over the targets that count (-100 does not); 0 when none does. float32 or better. logits: None = chunked."""
+def chunked(x_QD, table_VD, target_N, weight_Q):
+    return ChunkedCrossEntropy.apply(x_QD, table_VD, target_N, weight_Q, torch.is_grad_enabled())
+
+
+# A loss makes, from the model, the features that were read, logits (or None) and targets (-100 does not count), the named
+# terms whose sum training minimises. Means over the targets that count, 0 when none does; float32 or better.
+
+
+def last_loss(model, x_BTD, logits_BTV, targets_BT):
+    """Plain cross-entropy. logits: None = chunked."""
     target_N = targets_BT.flatten()
+    counts_N = at_least_fp32((target_N != -100).to(x_BTD.dtype))
     if logits_BTV is None:
-        total = ChunkedCrossEntropy.apply(x_BTD.flatten(0, 1), table_VD, target_N, torch.is_grad_enabled())
+        total = chunked(x_BTD.flatten(0, 1), model.embed.weight, target_N, counts_N)[0]
     else:
         total = F.cross_entropy(at_least_fp32(logits_BTV).flatten(0, 1), target_N, ignore_index=-100, reduction="sum")
-    return total / (target_N != -100).sum().clamp(min=1)
+    return {"ce": total / counts_N.sum().clamp(min=1)}
 
 
-# From the last features, the head's table, logits (or None) and targets: the named terms whose sum training minimises.
-LOSSES = {"last": lambda *where: {"ce": cross_entropy(*where)}}
+def every_loss(model, x_RBTD, logits_BTV, targets_BT):
+    """The expected cross-entropy over the steps that a token may leave after, sum_t p_t CE_t, less beta times the entropy of p  [Ouro].
+    ce: of the last step, for the eye; early: what the expectation differs by, which carries the gradient of both."""
+    R, target_N = len(x_RBTD), targets_BT.flatten()
+    log_p_RN = log_exits(model.exit_gate(x_RBTD).flatten(1))
+    p_RN, counts_N = log_p_RN.exp(), (target_N != -100).to(log_p_RN.dtype)
+    total, ce_Q = chunked(x_RBTD.flatten(0, 2), model.embed.weight, target_N, (p_RN * counts_N).flatten())
+    mean = lambda x_N: (x_N * counts_N).sum() / counts_N.sum().clamp(min=1)
+    ce = mean(ce_Q.view(R, -1)[-1])
+    return {"ce": ce, "early": total / counts_N.sum().clamp(min=1) - ce, "entropy": model.cfg.exit_entropy * mean((p_RN * log_p_RN).sum(0))}
+
+
+def log_exits(z_RN):
+    """log p_t of the exit gate's logits: p_t = lambda_t prod_{j<t} (1 - lambda_j), lambda = sigmoid(z); the last step takes what is left."""
+    stay_RN = F.logsigmoid(-z_RN)
+    before_RN = stay_RN.cumsum(0) - stay_RN
+    return torch.cat((before_RN[:-1] + F.logsigmoid(z_RN[:-1]), before_RN[-1:]))
+
+
+LOSSES = {"last": last_loss, "every": every_loss}
+
+
+class ExitGate(Linear):
+    """The logit of lambda_t, a token's chance to leave after step t, from the step's normed features  [Ouro]. float32."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg.n_embd, 1, bias=True)
+
+    def forward(self, x):
+        """x (..., D) -> (...)"""
+        return (at_least_fp32(x) * self.weight[0]).sum(-1) + self.bias
+
+
+# What is read of the state, and when. A watch looks at it after every step, may let tokens go, and has the features in the end.
+
+
+class AtEnd:
+    """The state is read once, after the last step."""
+
+    def __init__(self, model, outer, cache, threshold=None):
+        self.model, self.outer, self.cache, self.threshold = model, outer, cache, threshold
+
+    def look(self, h_BTD, who, step):
+        """After `step` steps: who still goes on."""
+        return who
+
+    def features(self, h_BTD, pick=slice(None)):
+        """(B, T, D), or those that `pick` indexes."""
+        return self.model.finish(h_BTD, self.outer, self.cache.coda_seat, pick)
+
+
+class AtEvery(AtEnd):
+    """loss=every: each step's state is read, features (R, B, T, D). The coda's insides are computed again in backward: kept for
+    every step they would be as much as the core's."""
+
+    def __init__(self, model, outer, cache):
+        super().__init__(model, outer, cache)
+        again = len(model.coda) and torch.is_grad_enabled()
+        self.finish = functools.partial(checkpoint, model.finish, use_reentrant=False) if again else model.finish
+        self.x = {}
+
+    def look(self, h_BTD, who, step):
+        self.x[step] = self.finish(h_BTD, self.outer, self.cache.coda_seat)     # by step: one that is computed again overwrites
+        return who
+
+    def features(self, h_BTD):
+        return torch.stack(list(self.x.values()) or [super().features(h_BTD)])
+
+
+class Exit(AtEnd):
+    """A token is read after every step that it takes, and leaves the loop when its own score says so. The coda of a step sees the
+    tokens that left before as they were read last."""
+    x_BTD = None
+
+    def look(self, h_BTD, who, step):
+        x_ACD = self.model.finish(who.take(h_BTD), who, functools.partial(self.cache.exit_seat, step - 1))
+        self.x_BTD = x_ACD if self.x_BTD is None else who.put(self.x_BTD, x_ACD)
+        return who.pick(compact(~self.leaves(x_ACD, who), who.real_AC), *h_BTD.shape[:2])
+
+    def features(self, h_BTD, pick=slice(None)):
+        self.cache.close()
+        return super().features(h_BTD, pick) if self.x_BTD is None else self.x_BTD[pick]
+
+
+class ByKL(Exit):
+    """Leave when KL(p_t || p_{t-1}) of the predictions after two steps in a row is below the threshold  [Huginn]."""
+    default, log_p_BTV = 5e-4, None
+
+    def leaves(self, x_ACD, who):
+        log_p_ACV = at_least_fp32(self.model.head(x_ACD)).log_softmax(-1)
+        last, self.log_p_BTV = self.log_p_BTV, log_p_ACV if self.log_p_BTV is None else who.put(self.log_p_BTV, log_p_ACV)
+        if last is None:
+            return torch.zeros_like(log_p_ACV[..., 0], dtype=torch.bool)
+        return (log_p_ACV.exp() * (log_p_ACV - who.take(last))).sum(-1) < self.threshold
+
+    @staticmethod
+    def flops(cfg):
+        """Of the score, per token and step, the coda apart."""
+        return 2 * cfg.vocab_size * cfg.n_embd
+
+
+class ByCDF(Exit):
+    """Leave at the first step by which the exit gate has let go of the threshold's share: 1 - prod (1 - lambda) >= q  [Ouro]."""
+    default, log_stay_BT1 = 0.5, None
+
+    def leaves(self, x_ACD, who):
+        log_stay_AC1 = F.logsigmoid(-self.model.exit_gate(x_ACD))[..., None]
+        if self.log_stay_BT1 is not None:
+            log_stay_AC1 = log_stay_AC1 + who.take(self.log_stay_BT1)
+        self.log_stay_BT1 = log_stay_AC1 if self.log_stay_BT1 is None else who.put(self.log_stay_BT1, log_stay_AC1)
+        return -log_stay_AC1[..., 0].expm1() >= self.threshold
+
+    @staticmethod
+    def flops(cfg):
+        return 2 * cfg.n_embd
+
+
+WATCHES = {"last": AtEnd, "every": AtEvery}
+EXITS = {None: AtEnd, "kl": ByKL, "cdf": ByCDF}
 
 
 class Output(NamedTuple):
@@ -1258,25 +1724,27 @@ class GPT(nn.Module):
         self.prelude = nn.ModuleList(Block(cfg) for _ in range(cfg.n_prelude))
         self.recursion = Recursion(cfg)
         self.coda = nn.ModuleList(Block(cfg) for _ in range(cfg.n_coda))
-        self.norm = make_norm(cfg)
+        self.norm = make_norm(cfg) if cfg.n_coda or not cfg.loop_norm else nn.Identity()         # the loop has normed it
+        self.exit_gate = ExitGate(cfg) if cfg.loss == "every" else nn.Identity()
         self.init_weights()
 
     # ---- the three verbs (step is Recursion's)
 
     def start(self, ids_BT, cache, n_new_B=None, routing="causal", threshold=None):
-        """Embed and run the prelude. Returns the state h, the anchor e (equal at first) and who goes on."""
+        """Embed and run the prelude. Returns the anchor e, which the first state comes from, and who goes on."""
         position_BT = cache.open(*ids_BT.shape, n_new_B, ids_BT.device)
         who = Who(position_BT, *self.positions.tables(position_BT), real_AC=cache.outer_window.real_AT, choose=FORMS[routing],
                   threshold=as_logit(self.cfg.threshold if threshold is None else threshold))
         h_BTD = self.dropout(self.positions.add(self.embed(ids_BT), position_BT))
         for i, block in enumerate(self.prelude):
             h_BTD = block(h_BTD, who.cos, who.sin, cache.seat(i))
-        return h_BTD, h_BTD, who
+        return h_BTD, who
 
-    def finish(self, h_BTD, who, cache, pick=slice(None)):
-        """Coda and norm: the features that the head reads. pick: an index into (B, T) for the tokens that are wanted."""
+    def finish(self, h_BTD, who, coda_seat, pick=slice(None)):
+        """Coda and norm: the features that the head reads. coda_seat: number of a coda block -> its seat. pick: an index into (B, T)
+        for the tokens that are wanted."""
         for i, block in enumerate(self.coda):
-            h_BTD = block(h_BTD, who.cos, who.sin, cache.seat(len(self.prelude) + i))
+            h_BTD = block(h_BTD, who.cos, who.sin, coda_seat(i))
         return self.norm(h_BTD[pick])
 
     def head(self, x_BTD):
@@ -1285,42 +1753,48 @@ class GPT(nn.Module):
 
     # ---- public calls
 
-    def forward(self, ids_BT, targets_BT=None, depth=None, routing=None, seed=None):
+    def forward(self, ids_BT, targets_BT=None, depth=None, routing=None, seed=None, exit=None, exit_threshold=None):
         """ids (B, T) integers -> Output. targets: the token after each position, -100 where it does not count.
 
         depth: steps to run, 0 = coda on the prelude's output; None = sampled in training, n_recur in evaluation.
         routing: expert-choice routers: "topk", which sees the whole row and is not causal, or "causal", each token by the
         threshold; None = topk in training, causal in evaluation. seed: training only, a pair of ints
-        (shared, own): depth comes from shared, noise from own; None = both from torch's global generator, as dropout.
+        (shared, own): depth comes from shared, noise and a random first state from own; None = both from torch's global generator, as
+        dropout. exit: outside training, how a token leaves the loop early: kl or cdf (room 9), with its threshold (None: the rule's).
         Raises ValueError on more than block_size tokens, none at all, or a depth that this model cannot run."""
         if not 0 < ids_BT.size(1) <= self.cfg.block_size:
             raise ValueError(f"{ids_BT.size(1)} tokens given; this model takes 1 to block_size={self.cfg.block_size}")
         if routing not in (None, "topk", "causal"):
             raise ValueError(f"routing={routing!r} is not one of None, 'topk', 'causal'")
-        cache, noise = NO_CACHES[self.cfg.kv](), Silence()
+        exit_threshold, noise, kind = self.check_exit(exit, exit_threshold), Silence(), "last"
         if self.training:
+            kind = self.cfg.loss if targets_BT is not None else "last"
             shared, own = torch.randint(2**62, (2,)).tolist() if seed is None else seed
             depth = DEPTHS[self.cfg.depth_sampling](self.cfg, generator(shared)) if depth is None else depth
-            noise = Noise(self.cfg, own) if self.cfg.state_noise or self.cfg.gate_noise else Silence()
-        depth = self.check_depth(depth)
-        h_BTD, e_BTD, outer = self.start(ids_BT, cache, routing=routing or ("topk" if self.training else "causal"))
-        h_BTD, who = self.recursion(h_BTD, e_BTD, outer, depth, noise, cache)
-        x_BTD = self.finish(h_BTD, outer, cache)
-        logits_BTV = None if self.cfg.fused_loss and targets_BT is not None else self.head(x_BTD)
+            noise = Noise(self.cfg, own) if self.cfg.random else Silence()
+        depth, cache = self.check_depth(depth), no_cache(self.cfg, exit)
+        e_BTD, outer = self.start(ids_BT, cache, routing=routing or ("topk" if self.training else "causal"))
+        watch = WATCHES[kind](self, outer, cache) if exit is None else EXITS[exit](self, outer, cache, exit_threshold)
+        h_BTD, who = self.recursion(e_BTD, outer, depth, noise, cache, watch)
+        x = watch.features(h_BTD)                                                # loss=every: of every step
+        logits_BTV = None if self.cfg.fused_loss and targets_BT is not None else self.head(x if x.dim() == 3 else x[-1])
         loss, losses = None, {}
         if targets_BT is not None:
-            losses = LOSSES[self.cfg.loss](x_BTD, self.embed.weight, logits_BTV, targets_BT)
-            losses |= who.losses
+            losses = LOSSES[kind](self, x, logits_BTV, targets_BT) | who.losses
             loss = sum(losses.values()) if self.training else losses["ce"]
         return Output(logits_BTV, loss, losses, steps_taken(who, ids_BT))
 
     @torch.inference_mode()
-    def feed(self, ids_BT, cache, depth=None, n_new_B=None, every=False, threshold=None):
+    def feed(self, ids_BT, cache, depth=None, n_new_B=None, every=False, threshold=None, exit=None, exit_threshold=None):
         """Decode: take up the next tokens of each row with a cache (room 3), which remembers them.
 
         ids (B, T), the first n_new_B[b] of row b real and the rest padding (None: all real). depth: None = the cache's.
         Returns logits after each row's last real token, (B, 1, V); with every=True after all T, (B, T, V). The steps that each
-        token took are in cache.taken_BT."""
+        token took are in cache.taken_BT. exit, exit_threshold: early exit, with a cache that was made for it."""
+        check_threshold(threshold)
+        exit_threshold = self.check_exit(exit, exit_threshold)
+        if cache.exits != (exit is not None):
+            raise ValueError(f"exit={exit!r}, but the cache was made {'for' if cache.exits else 'without'} early exit; make another one")
         depth = self.check_depth(cache.depth if depth is None else depth)
         if cache.depth not in (None, depth):
             raise ValueError(f"depth={depth}, but the cache was made for depth {cache.depth}; make another one")
@@ -1328,10 +1802,11 @@ class GPT(nn.Module):
         if not every and ids_BT.size(1) > 1:
             last_B = [n - 1 for n in n_new_B or [ids_BT.size(1)] * ids_BT.size(0)]
             pick = (torch.arange(len(last_B), device=ids_BT.device)[:, None], torch.tensor(last_B, device=ids_BT.device)[:, None])
-        h_BTD, e_BTD, outer = self.start(ids_BT, cache, n_new_B, threshold=threshold)
-        h_BTD, who = self.recursion(h_BTD, e_BTD, outer, depth, Silence(), cache)
+        e_BTD, outer = self.start(ids_BT, cache, n_new_B, threshold=threshold)
+        watch = EXITS[exit](self, outer, cache, exit_threshold)
+        h_BTD, who = self.recursion(e_BTD, outer, depth, Silence(), cache, watch)
         cache.taken_BT = steps_taken(who, ids_BT)
-        return self.head(self.finish(h_BTD, outer, cache, pick))
+        return self.head(watch.features(h_BTD, pick))
 
     def check_depth(self, depth):
         """`depth` as an int this model can run (None: n_recur), or ValueError."""
@@ -1339,12 +1814,33 @@ class GPT(nn.Module):
             return self.cfg.n_recur
         if not isinstance(depth, int) or depth < 0:
             raise ValueError(f"depth={depth!r} is not a number of steps; give an integer from 0 up")
-        if depth > self.cfg.n_recur and self.cfg.router != "none":
-            raise ValueError(f"depth={depth} is more than n_recur={self.cfg.n_recur}, and every step of a routed model has a router of its own")
+        if depth > self.cfg.n_recur and self.cfg.own_steps:
+            raise ValueError(f"depth={depth} is more than n_recur={self.cfg.n_recur}, and every step of this model has {self.cfg.own_steps} of its own")
         if depth != self.cfg.n_recur and not self.cfg.any_depth:
             raise ValueError(f"depth={depth} cannot be run: with sharing={self.cfg.sharing!r} the depth is always "
                              f"n_recur={self.cfg.n_recur}")
         return depth
+
+    def check_exit(self, exit, threshold):
+        """The threshold of an exit rule (None: the rule's own), or ValueError."""
+        cfg = self.cfg
+        if exit is None:
+            if threshold is not None:
+                raise ValueError(f"exit_threshold={threshold} belongs to an exit rule; give exit={' or '.join(repr(e) for e in EXITS if e)} too")
+            return None
+        if exit not in EXITS:
+            raise ValueError(f"exit={exit!r} is not one of {', '.join(map(repr, EXITS))}")
+        why = ("exit is for evaluation and decoding" if self.training else "it has one step" if cfg.n_recur == 1
+               else f"sharing={cfg.sharing_name!r} always runs all steps" if not cfg.any_depth
+               else "router='token' has given every token its depth" if cfg.router == "token"
+               else "not all tokens take step 0" if cfg.router == "expert" and cfg.capacities[0] < 1
+               else "it has no exit gate, which loss='every' trains" if exit == "cdf" and cfg.loss != "every" else None)
+        if why:
+            raise ValueError(f"exit={exit!r} does not go with this model: {why}")
+        threshold = EXITS[exit].default if threshold is None else threshold
+        if not 0 <= threshold <= (1 if exit == "cdf" else math.inf):
+            raise ValueError(f"exit_threshold={threshold} is out of range; {exit} takes " + ("0 to 1" if exit == "cdf" else "0 or more"))
+        return threshold
 
     def blocks(self):
         """Every unique block: the unit that train.py compiles."""
@@ -1366,6 +1862,10 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
             for buffer in module.buffers(recurse=False):      # the balancing bias of a token-choice router
                 nn.init.zeros_(buffer)
+            if isinstance(module, FromNoise):
+                module.fill()
+        for name, p in self.recursion.lora.named_parameters():
+            nn.init.normal_(p, std=0.02) if name.startswith("down") else nn.init.zeros_(p)
         if self.cfg.block == "gpt2":
             for block in self.blocks():
                 for linear in (block.attention.output, block.mlp.down):
@@ -1387,15 +1887,15 @@ class GPT(nn.Module):
         temperature 0 = greedy; top_k None or 0 = off; top_p in (0, 1]; cache: full (exact), first, last, mean.
         A row that holds more than block_size tokens drops all but its newest block_size // 2, and the batch is read again
         from what each row still holds (so with a compressed cache the others' K/V are made anew). Raises ValueError."""
-        for name, value, needs in (("threshold", threshold, "expert-choice router"), ("exit", exit, "exit rule"), ("exit_threshold", exit_threshold, "exit rule")):
-            if value is not None and not (name == "threshold" and self.cfg.router == "expert"):
-                raise ValueError(f"{name}={value} given, but this model has no {needs}")
+        if threshold is not None and self.cfg.router != "expert":
+            raise ValueError(f"threshold={threshold} given, but this model has no expert-choice router")
         if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() != 2:
             raise ValueError(f"ids of shape {tuple(ids_BT.shape)} given; generate takes (B, T) or a list of 1-D tensors")
         prompts = list(ids_BT)
         device = prompts[0].device if prompts else self.embed.weight.device
         rows, done = [p.tolist() for p in prompts], [False] * len(prompts)
-        for next_B in stream(self, rows, max_new_tokens, temperature, top_k, top_p, depth, cache, use_cache, generator, threshold):
+        for next_B in stream(self, rows, max_new_tokens, temperature, top_k, top_p, depth, cache, use_cache, generator, threshold, None,
+                             exit, exit_threshold):
             rows = [row if over else row + [new] for row, new, over in zip(rows, next_B, done)]
             done = [over or new == stop for over, new in zip(done, next_B)]
             if all(done):
@@ -1418,6 +1918,11 @@ def check_sampling(temperature, top_k, top_p):
         raise ValueError(f"top_p={top_p} is outside (0, 1]; None or 1 turns it off")
 
 
+def check_threshold(threshold):
+    if threshold is not None and not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
+        raise ValueError(f"threshold={threshold!r} is not a number from 0 (everyone goes on) to 1 (nobody); None is the model's own")
+
+
 def sample(logits_BV, temperature=1.0, top_k=None, top_p=None, generator=None):
     """Next token of each row, a list of ints. top_k keeps the k likeliest; top_p then the smallest set that holds p."""
     logits_BV = at_least_fp32(logits_BV)
@@ -1437,7 +1942,7 @@ def sample(logits_BV, temperature=1.0, top_k=None, top_p=None, generator=None):
 
 @torch.inference_mode()
 def stream(model, rows, max_new_tokens, temperature=1.0, top_k=None, top_p=None, depth=None, cache="full", use_cache=True,
-           generator=None, threshold=None, taken=None):
+           generator=None, threshold=None, taken=None, exit=None, exit_threshold=None):
     """Yield the next token of every row (a list of ints), max_new_tokens times. rows: lists of token ids, any lengths.
 
     In evaluation mode while it runs. With use_cache=False every token reads its whole context again. taken: a list with a
@@ -1459,9 +1964,9 @@ def stream(model, rows, max_new_tokens, temperature=1.0, top_k=None, top_p=None,
             fed = context if fresh else [row[-1:] for row in context]
             if fresh:
                 n_places = min(model.cfg.block_size, max(map(len, context)) + max_new_tokens - i - 1)
-                store = make_cache(model, len(rows), n_places, depth) if use_cache else NO_CACHES[model.cfg.kv]()
+                store = make_cache(model, len(rows), n_places, depth, exit) if use_cache else no_cache(model.cfg, exit)
             ids_BT = torch.tensor([row + [0] * (max(map(len, fed)) - len(row)) for row in fed], device=device)
-            logits_BV = model.feed(ids_BT, store, depth, [len(row) for row in fed], False, threshold)[:, 0]
+            logits_BV = model.feed(ids_BT, store, depth, [len(row) for row in fed], False, threshold, exit, exit_threshold)[:, 0]
             for known, prompt, row, steps in zip(taken, rows, fed, store.taken_BT.tolist()) if taken is not None else ():
                 n_new = len(prompt) + i - len(known)                             # None: dropped before it was read
                 known += [None] * (n_new - len(row)) + steps[: len(row)][-n_new:]
@@ -1484,9 +1989,11 @@ def cache_dtype(model):
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.embed.weight.dtype
 
 
-def make_cache(model, n_rows, n_places, depth=None):
+def make_cache(model, n_rows, n_places, depth=None, exit=None):
     """An empty exact cache for `n_rows` rows of `n_places` tokens, on the weights' device and of the keys' dtype."""
-    return CACHES[model.cfg.kv, model.cfg.router != "none"](model.cfg, n_rows, n_places, model.check_depth(depth), cache_dtype(model), model.embed.weight.device)
+    kind, cfg = CACHES[model.cfg.kv, stops(model.cfg, exit)], model.cfg
+    inner = kind(cfg, n_rows, n_places, model.check_depth(depth), cache_dtype(model), model.embed.weight.device)
+    return inner if exit is None else ExitCache(inner)
 
 
 def count_params(cfg, embeddings=True):
@@ -1516,20 +2023,23 @@ def over_steps(depth, of):
     return sum(of(step) * min(1, depth - step) for step in range(math.ceil(depth)))
 
 
-def core_flops(cfg, seq_len, depth, whole):
+def core_flops(cfg, seq_len, depth, share):
     """The loop's blocks: a step's queries see half of those who take it, with kv=share half of all."""
-    share = step_shares(cfg, seq_len, whole)
     keys = lambda step: seq_len / 2 if cfg.kv == "share" else share(step) * seq_len / 2
     made = {"own": 1, "share": 0, "share_k": 0.5, "share_v": 0.5}[cfg.kv]            # of K and V, after step 0
-    return over_steps(depth, lambda step: share(step) * cfg.n_core * block_flops(cfg, keys(step), made if step else 1))
+    low = (LoRA if cfg.lora_rank else NoLoRA).flops
+    of = lambda step, made: share(step) * cfg.n_core * (block_flops(cfg, keys(step), made) + low(cfg, made))
+    return over_steps(depth, lambda step: of(step, made if step else 1))
 
 
-def exact_flops(cfg, seq_len, depth):
+def exact_flops(cfg, seq_len, depth, share=None):
+    """share: step -> share of all tokens that takes it; None = what the capacities choose."""
     once, per_step = UPDATES[cfg.update].flops(cfg)
-    share, outer = step_shares(cfg, seq_len, int), (cfg.n_prelude + cfg.n_coda) * block_flops(cfg, seq_len / 2)
+    share, outer = share or step_shares(cfg, seq_len, int), (cfg.n_prelude + cfg.n_coda) * block_flops(cfg, seq_len / 2)
     router_once, router_step = ROUTERS[cfg.router].flops(cfg)
-    scored = over_steps(depth, lambda step: share(max(0, step - 1)) * router_step(step))                # by those who took the step before
-    core = core_flops(cfg, seq_len, depth, int) + over_steps(depth, lambda step: share(step) * per_step)
+    asked = lambda step: share(step - 1) if step else 1.0                        # who took the step before; after a shallow pass's last step too
+    scored = over_steps(min(depth + 1, cfg.n_recur), lambda step: asked(step) * router_step(step))
+    core = core_flops(cfg, seq_len, depth, share) + over_steps(depth, lambda step: share(step) * per_step)
     return outer + core + once + router_once + scored + 2 * cfg.vocab_size * cfg.n_embd
 
 
@@ -1541,18 +2051,18 @@ def grt_flops(cfg, seq_len, depth):
 def paper_flops(cfg, seq_len, depth):
     # F = 2 k (2 d^2 + 2 d d_kv + 3 d ffn) + 2 k m d per layer, d_kv = d, k = round(c S), m = k or S              [MoR, FLOPs]
     wide = replace(cfg, n_kv_head=None)
-    return (cfg.n_prelude + cfg.n_coda) * block_flops(wide, seq_len / 2) + core_flops(wide, seq_len, depth, round)
+    return (cfg.n_prelude + cfg.n_coda) * block_flops(wide, seq_len / 2) + core_flops(wide, seq_len, depth, step_shares(wide, seq_len, round))
 
 
 FLOPS = {"exact": exact_flops, "paper": paper_flops, "grt": grt_flops}
 
 
-def count_kv_bytes(cfg, seq_len, batch_size, dtype, cache="full", depth=None):
+def count_kv_bytes(cfg, seq_len, batch_size, dtype, cache="full", depth=None, exit=None):
     cfg.check_cache(cache)
     depth = cfg.n_recur if depth is None else depth
     core = sum(slot_places(cfg, slot, seq_len) for slot in range(n_slots(cfg, depth))) if cache == "full" else cfg.n_core * seq_len
     scratch = cfg.n_core if cache in ("first", "mean") else 0
-    entries = (cfg.n_prelude + cfg.n_coda) * seq_len + core + scratch
+    entries = (cfg.n_prelude + cfg.n_coda * (1 if exit is None else max(1, depth))) * seq_len + core + scratch
     return 2 * batch_size * entries * cfg.kv_heads * cfg.head_width * dtype.itemsize
 
 
@@ -1560,12 +2070,14 @@ def count_kv_bytes(cfg, seq_len, batch_size, dtype, cache="full", depth=None):
 
 
 def param_groups(model, weight_decay, aux_lr_scale=1.0):
-    """AdamW's groups: matrices and tables decay; norms and biases (fewer than two axes) do not; then the auxiliary routers,
-    if there are any, whose learning rate is aux_lr_scale times the others'."""
-    params = [(p, ".aux_units." in name) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [{"params": [p for p, aux in params if not aux and p.dim() >= 2], "weight_decay": weight_decay, "lr_scale": 1.0},
-              {"params": [p for p, aux in params if not aux and p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
-              {"params": [p for p, aux in params if aux], "weight_decay": weight_decay, "lr_scale": aux_lr_scale}]
+    """AdamW's groups: matrices and tables decay; norms, biases (fewer than two axes) and low-rank additions do not; then the
+    auxiliary routers, if there are any, whose learning rate is aux_lr_scale times the others'."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    aux, plain = [p for name, p in named if ".aux_units." in name], [(name, p) for name, p in named if ".aux_units." not in name]
+    decays = lambda name, p: p.dim() >= 2 and ".lora." not in name
+    groups = [{"params": [p for name, p in plain if decays(name, p)], "weight_decay": weight_decay, "lr_scale": 1.0},
+              {"params": [p for name, p in plain if not decays(name, p)], "weight_decay": 0.0, "lr_scale": 1.0},
+              {"params": aux, "weight_decay": weight_decay, "lr_scale": aux_lr_scale}]
     return [group for i, group in enumerate(groups) if i < 2 or group["params"]]
 
 

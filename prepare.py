@@ -3,6 +3,7 @@
     python prepare.py [SOURCE] [--name=NAME] [--tokenizer=bytes] [--val_fraction=0.05]
     python prepare.py fineweb-edu --tokenizer=gpt2 --max_tokens=1e9 --num_proc=8
     python prepare.py phop [--hops=4]             # or addition [--digits=4]: made on the spot, where depth has to pay
+    python prepare.py weights out/gpt_tiny config/rrt_tiny.py --out_dir=out/rrt_start    # a dense run becomes a recursive model
 
 SOURCE is `stdlib` (the default: the source code of Python's own library, so nothing is downloaded), a text file, a JSONL
 (.jsonl) or Parquet (.parquet) file, a folder of such files, or a set on the Hugging Face Hub by its short name:
@@ -13,10 +14,12 @@ fineweb-edu is SmolLM's corpus, and trains here with GPT-2's vocabulary, as Smol
 A .bin file is nothing but token ids, little-endian uint16 or uint32, with one end-of-text token after each document.
 Documents are packed: a training window may hold several, and they see each other.
 The letters `<|endoftext|>` inside a document are ordinary text, never that token.
+`weights RUN CONFIG` makes starting weights for train.py's --init_from=; its flags are the keys of a config and --shared=.
 """
 import codecs
 import errno
 import hashlib
+import inspect
 import itertools
 import json
 import logging
@@ -35,7 +38,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -741,6 +744,202 @@ def load_meta(data_dir, name):
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {make_it}") from None
 
 
+# ---- starting weights: a dense run becomes a recursive model  [Relaxed Recursive Transformers, Bae et al. 2024] --------
+
+# (core block, how many there are, the block that stands for each of the loop's layers) -> the layers whose mean it is.
+SHARED = {"stepwise": lambda b, n, plan: [round(b * (len(plan) - 1) / max(1, n - 1))],      # the first and the last among them
+          "average": lambda b, n, plan: [i for i, block in enumerate(plan) if block == b],
+          "lower": lambda b, n, plan: [b]}
+READS = {"query": "attention_norm", "key": "attention_norm", "value": "attention_norm", "gate": "mlp_norm", "up": "mlp_norm"}
+
+
+@dataclass
+class WeightsConfig:
+    """Conversion of a dense run"""
+    shared: str | None = key(None, "Where the core's weights come from: stepwise = layers evenly spaced over the loop; average = each block "
+                             "is the mean of the layers that it stands for; lower = the loop's first; None = average with lora_rank above 0, "
+                             "else stepwise.", choices=tuple(SHARED))
+
+
+def prefixes(cfg):
+    """Of the weights of every block, in the order in which a token first meets them."""
+    parts = ("prelude", cfg.n_prelude), ("recursion.core", cfg.n_core), ("coda", cfg.n_coda)
+    return [f"{part}.{i}." for part, n in parts for i in range(n)]
+
+
+def folded(block):
+    """The same function with norms that only normalise: W (g n + b) + c = (W diag g) n + (W b + c). What differs between two
+    layers is then linears alone, which is what low-rank additions reach."""
+    new = dict(block)
+    for name, W in block.items():
+        linear, _, kind = name.rpartition(".")
+        norm = READS.get(linear.rpartition(".")[2])
+        if norm and kind == "weight":
+            new[name], new[f"{norm}.weight"] = W * block[f"{norm}.weight"], block[f"{norm}.weight"].new_ones(W.size(1))
+            if f"{norm}.bias" in block:
+                new[f"{linear}.bias"] = block[f"{linear}.bias"] + W @ block[f"{norm}.bias"]
+                new[f"{norm}.bias"] = block[f"{norm}.bias"].new_zeros(W.size(1))
+    return new
+
+
+def mean(blocks):
+    return {name: sum(block[name] for block in blocks) / len(blocks) for name in blocks[0]}
+
+
+def matrices(block):
+    """{name of its addition: matrix (out, in)} of a block; query, key and value are one."""
+    import torch
+    own = {name.split(".")[-2]: W for name, W in block.items() if W.dim() == 2}
+    return {"qkv": torch.cat([own.pop(name) for name in ("query", "key", "value")]), **own}
+
+
+def low_rank(residual, A, rank):
+    """(A, B, singular values): B A is the nearest to `residual` of its rank, B = U S and A = V^T. Where nothing is left to
+    add, B is 0 and A stays as it was given, so that it can learn."""
+    import torch
+    U, S, V = torch.linalg.svd(residual, full_matrices=False)
+    n = min(rank, int((S > 0).sum()))
+    A, B = A.clone(), residual.new_zeros(len(residual), rank)
+    A[:n], B[:, :n] = V[:n], U[:, :n] * S[:n]
+    return A, B, S
+
+
+def convert(dense, there, start, cfg, shared):
+    """(state, kept): the state dict of a recursive model (config cfg) that does what a dense one does (dense, config there), as
+    far as its additions reach. What no layer gives stays as in `start`, the state dict of the model when it is new.
+
+    kept: {addition: for each step the share of the squared norm of W_layer - W_shared that it holds; None: nothing to add}"""
+    from model import block_table
+    layers = [{name.removeprefix(prefix): w for name, w in dense.items() if name.startswith(prefix)} for prefix in prefixes(there)]
+    plan = [block for row in block_table(cfg) for block in row]
+    prelude, loop, coda = layers[:cfg.n_prelude], layers[cfg.n_prelude:][:len(plan)], layers[cfg.n_prelude + len(plan):]
+    loop = [folded(layer) for layer in loop]
+    core = [mean([loop[i] for i in SHARED[shared](b, cfg.n_core, plan)]) for b in range(cfg.n_core)]
+    state = {**start, **{name: w for name, w in dense.items() if name in start and not name.startswith(tuple(prefixes(there)))}}
+    for prefix, block in zip(prefixes(cfg), [*prelude, *core, *coda]):
+        state |= {prefix + name: w for name, w in block.items()}
+    added, kept = additions(loop, [core[b] for b in plan], start, cfg)
+    return {**state, **added}, kept
+
+
+def additions(layers, blocks, start, cfg):
+    """convert()'s low-rank part: what turns each of `blocks`, in the order in which they are run, into its layer."""
+    new = {name: w.clone() for name, w in start.items() if name.startswith("recursion.lora.")}
+    norms = {}                          # of an addition, for each step: [squared norm that is kept, all of it]
+    for i, (layer, block) in enumerate(zip(tqdm(layers if new else [], unit="block", disable=None), blocks)):
+        (step, j), common = divmod(i, cfg.n_core), matrices(block)
+        for name, W in matrices(layer).items():
+            A, B = new[f"recursion.lora.down.{j}.{name}"], new[f"recursion.lora.up.{j}.{name}"]
+            A[step], B[step], S = low_rank(W - common[name], A[step], cfg.lora_rank)
+            squares, so_far = S.double().square(), norms.setdefault(name, [[0.0, 0.0] for _ in range(cfg.n_recur)])[step]
+            so_far[:] = so_far[0] + float(squares[:cfg.lora_rank].sum()), so_far[1] + float(squares.sum())
+    return new, {name: [part / whole if whole else None for part, whole in steps] for name, steps in norms.items()}
+
+
+def check_pair(path, there, cfg, origins):
+    """Refuse a source (its config: there) and a config between which no rank would give an exact conversion."""
+    plain = {"update": "replace", "router": "none", "kv": "own", "sandwich_norm": False, "loop_norm": False}
+    if there.n_recur != 1 or any(getattr(there, name) != only for name, only in plain.items()):
+        raise UserError(f"{path} is no dense run: {there.layout}, update={there.update!r}, router={there.router!r}; give one with n_recur=1")
+    for name, only in plain.items():
+        if getattr(cfg, name) != only:
+            raise UserError(f"{origins[name]}: {name}={getattr(cfg, name)!r} is more than a dense run can start; convert with {name}={only!r}")
+    n, executed = there.executed_blocks(), cfg.executed_blocks()
+    if executed != n:
+        raise UserError(f"{path} has {n} layers, and {cfg.layout} executes {executed} blocks; choose n_prelude + n_core x n_recur + n_coda = {n}")
+    shape = lambda cfg: {**{name: getattr(cfg, name) for name in ("block", "n_embd", "n_head", "vocab_size", "block_size", "bias", "norm_eps")},
+                         "n_kv_head": cfg.kv_heads, "n_ffn": cfg.ffn_width, "rope_theta": cfg.block == "llama" and cfg.rope_theta}
+    for (name, value), found in zip(shape(cfg).items(), shape(there).values()):
+        if value != found:
+            raise UserError(f"{origins[name]}: {name}={value!r}, but {path} has {found!r}; give the same")
+
+
+def measure(model, s, state):
+    """The validation loss, as train.py takes it; nan, and a note, where the data are not here."""
+    import train
+    try:
+        meta = load_meta(s.data_dir, s.dataset)
+        train.check_tokenizer(state, meta, s)
+        split = train.Split(s.data_dir, s.dataset, "val", meta, model.cfg.block_size)
+    except UserError as error:
+        print(f"note: no validation loss: {error}", file=sys.stderr)
+        return math.nan
+    device, _, autocast = train.pick_device(s)
+    starts, full = train.fixed_windows(split, s.eval_tokens), model.cfg.n_recur
+    return train.evaluate(model.to(device), split, starts, [full], s.batch_size, device, autocast)[full]
+
+
+def weights(argv):
+    """Starting weights for a recursive model, out of a dense run with as many layers as it executes blocks.
+
+    python prepare.py weights out/gpt_tiny config/rrt_tiny.py --out_dir=out/rrt_start
+    python train.py --init_from=out/rrt_start --out_dir=out/rrt_tiny --learning_rate=6e-4
+
+    First and last layers become prelude and coda. Those between share the core's weights, and where lora_rank is above 0
+    each step adds to each linear what the shared weights miss, as far as the rank reaches. The folder that is written is
+    a run's: train.py starts from it, sample.py and eval.py read it."""
+    import torch
+    import train
+    from model import GPT, GPTConfig
+    s = config.parse(argv, [GPTConfig, train.TrainConfig, WeightsConfig], inspect.getdoc(weights), words=("weights RUN", 2))
+    train.check_ranges(s, train.RANGES)
+    if len(s.words) != 2 or not s.files:
+        raise UserError(f"weights takes a dense run and a config file, got {shlex.join(argv[1:]) or 'neither'}; for example: "
+                        f"python prepare.py weights out/gpt_tiny config/rrt_tiny.py")
+    shared, folder, path = s.values.pop("shared") or ("average" if s.lora_rank else "stepwise"), train.wanted_folder(s), train.checkpoint_of(s.words[1])
+    if (folder / "ckpt.pt").exists():
+        raise UserError(f"{folder} holds a run already; choose another --out_dir=")
+    dense = train.load_checkpoint(path)
+    with train.fitting(path):
+        there, step, then = GPTConfig(**dense["model_config"]), dense["step"], f"step {dense.get('val_step', dense['step'])}: {dense['val_loss']:.4f}"
+        kin = {name: dense[name] for name in ("tokenizer", "fingerprint")}
+        for name, value in {"vocab_size": there.vocab_size, **{name: dense["settings"][name] for name in ("dataset", "data_dir")}}.items():
+            if s.origins[name] == "default":
+                s.values[name], s.origins[name] = value, ascii(str(path))
+    cfg = s.build(GPTConfig)
+    check_pair(path, there, cfg, s.origins)
+    torch.manual_seed(s.seed)
+    model = GPT(cfg)
+    with train.fitting(path):
+        state, kept = convert(dense["model"], there, model.state_dict(), cfg, shared)
+        model.load_state_dict(state)
+    about = {"source": str(path), "source_step": step, "shared": shared, "lora_rank": cfg.lora_rank, "kept": kept}
+    print(conversion(about, there, cfg))
+    loss = measure(model, s, kin)
+    save_start(folder, s, {"model": state, "val_loss": loss, "model_config": asdict(cfg), **kin, "converted": about})
+    print(f"validation {loss:.4f} nats/token; the source, at its {then}\n"
+          f"next: python train.py --init_from={shlex.quote(str(folder))} --out_dir={shlex.quote(f'{folder}_tuned')} "
+          f"--learning_rate={0.3 * s.learning_rate:.2g}")
+
+
+def save_start(folder, s, state):
+    """A run's folder that stands at step 0, without an optimizer."""
+    import torch
+    import train
+    about, lock = state["converted"], train.hold(folder)
+    if not lock:
+        raise UserError(f"another process is at work in {folder}; choose another --out_dir=")
+    with lock:
+        train.save_checkpoint(folder / "ckpt.pt", {"format": train.FORMAT, "step": 0, "val_step": 0, "settings": dict(s.values), "commit": train.commit(),
+                                                   "torch": str(torch.__version__), **state})
+        head = f"# Converted from {ascii(about['source'])}, step {about['source_step']}, by prepare.py weights --shared={about['shared']}\n"
+        train.write_whole(folder / "config.py", lambda file: file.write((head + s.dump()).encode("utf-8")))
+
+
+def conversion(about, there, cfg):
+    """A page about a conversion."""
+    lines = [f"{about['source']}, step {about['source_step']}: {there.layout}, {there.n_params():,} parameters, as {cfg.layout}, {cfg.n_params():,}; "
+             f"core blocks: {about['shared']}, lora_rank {cfg.lora_rank}"]
+    if cfg.lora_rank:
+        lines += [f"share of the squared norm of W_layer - W_shared that rank {cfg.lora_rank} keeps (- where they are equal)",
+                  f"{'step':>6}" + "".join(f"{name:>9}" for name in about["kept"])]
+        lines += [f"{step:6}" + "".join(f"{'-' if share is None else f'{share:.3f}':>9}" for share in row)
+                  for step, row in enumerate(zip(*about["kept"].values()))]
+    if cfg.bias:
+        lines.append("note: biases have no additions: the steps share them, so that no rank makes the two models equal")
+    return "\n".join(lines)
+
+
 # ---- all of it ---------------------------------------------------------------------------------------------------
 
 def prepare(source="stdlib", name=None, tokenizer="bytes", val_fraction=0.05, num_proc=1, field="text", data_dir="data",
@@ -834,6 +1033,8 @@ def summary(final, meta):
 
 
 def main(argv):
+    if argv[:1] == ["weights"]:
+        return weights(argv)
     settings = config.parse(argv, [PrepareConfig], __doc__, words=("[SOURCE]", 1))
     if len(settings.words) > 1:
         raise UserError(f"one SOURCE at a time, got {' and '.join(settings.words)}")

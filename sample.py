@@ -4,6 +4,7 @@
     python sample.py --recursions 3 --start="def main(" --start="class " --num_samples=2
     python sample.py --trace "The author of the book 1984 was George"     # likeliest next tokens after each step of depth
     python sample.py --color=true --start="for i in range("               # each token in the colour of the steps that it took
+    python sample.py --exit=kl --exit_threshold=0.01                      # a token leaves the loop once its prediction stands still
 
 Text goes to stdout, everything else to stderr. All prompts and samples run as one batch with a K/V cache.
 """
@@ -20,7 +21,7 @@ import torch
 
 import prepare
 from config import UserError, key
-from model import FOLDS, GPT, GPTConfig, cache_dtype, check_sampling, generator, stream
+from model import FOLDS, GPT, GPTConfig, KVCache, cache_dtype, check_sampling, generator, stream
 from train import check_ranges, checkpoint_of, fitting, load_checkpoint, pick_device
 
 
@@ -39,6 +40,9 @@ class SampleConfig:
     cache: str = key("full", "K/V kept of the looped core: full = exact; first, last, mean = one per block", choices=tuple(FOLDS))
     use_cache: bool = key(True, "False reads the whole context again for every token: slow, for comparison")
     threshold: float | None = key(None, "expert-choice models: a token goes on if its router gives at least this; None = the model's own")
+    exit: str | None = key(None, "early exit, recursive models: kl = when a step changes the prediction by less than exit_threshold nats (KL); "
+                           "cdf = when the exit gate has let go of exit_threshold of the token (models trained with loss=every)", choices=("kl", "cdf"))
+    exit_threshold: float | None = key(None, "None = 5e-4 for kl, 0.5 for cdf")
     color: bool = key(False, "colour every token by the steps of the loop that it took")
     trace: str | None = key(None, "print the five likeliest next tokens of this text after each depth, instead of sampling")
     seed: int = key(1337, "of the sampling")
@@ -84,9 +88,9 @@ def depth_meaning(cfg, depth):
     if cfg.n_recur == 1:
         return "no recursion"
     depth = cfg.n_recur if depth is None else depth
-    low = cfg.min_depth if cfg.depth_sampling == "uniform" else cfg.n_recur
+    low, high = cfg.trained_depths
     trained = f"trained at {low} to {cfg.n_recur}" if low < cfg.n_recur else f"trained at {cfg.n_recur}"
-    beyond = "; beyond the trained depth: expect worse" if depth > cfg.n_recur else "; never trained at this depth: expect worse" if depth < low else ""
+    beyond = "; beyond the trained depth: expect worse" if depth > high else "; never trained at this depth: expect worse" if depth < low else ""
     return f"depth {depth} ({trained}{beyond})"
 
 
@@ -96,6 +100,8 @@ def at_threshold(cfg, threshold):
         return cfg
     if cfg.router != "expert":
         raise UserError(f"--threshold={threshold}: this model (router={cfg.router!r}) has no expert-choice router; leave the flag out")
+    if cfg.router_choice == "random":
+        raise UserError(f"--threshold={threshold}: this model chooses by lot, which has no threshold; leave the flag out")
     return replace(cfg, threshold=threshold)
 
 
@@ -167,7 +173,7 @@ def paint(text, colour):
 
 def legend(depth):
     """A number in each colour: the fewest steps that it stands for."""
-    fewest = {shade(steps, depth): steps for steps in range(depth, 0, -1)}
+    fewest = {shade(steps, depth): steps for steps in range(depth, 0, -1) or [0]}
     return "steps taken: " + " ".join(paint(f" {steps} ", colour) for colour, steps in reversed(fewest.items()))
 
 
@@ -206,7 +212,8 @@ def run_samples(model, tokenizer, s, depth):
     prompts = [read_prompt(start) for start in s.start or [""]]
     prompts = [prompt for prompt in prompts for _ in range(s.num_samples)]
     ids = [tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token] for prompt in prompts]
-    taken = [[] for _ in ids] if s.color or model.cfg.router != "none" else None
+    uneven = model.cfg.router != "none" or s.exit is not None                    # tokens differ in how many steps they take
+    taken = [[] for _ in ids] if s.color or uneven else None
     rows = [Row(tokenizer, prompt, row, s.stop and as_typed(s.stop), depth, taken_T if s.color else None)
             for prompt, row, taken_T in zip(prompts, ids, taken or prompts)]
     device = model.embed.weight.device
@@ -214,7 +221,8 @@ def run_samples(model, tokenizer, s, depth):
         say(legend(depth))
     started, first, n_steps = time.perf_counter(), None, 0
     tokens = stream(model, ids, s.max_new_tokens, s.temperature, s.top_k, s.top_p, depth, s.cache, s.use_cache,
-                    generator(s.seed, device), taken=taken)
+                    generator(s.seed, device), taken=taken, exit=s.exit, exit_threshold=s.exit_threshold)
+    store = CacheWatch(model)
     write(rows[0].ready())
     for next_B in tokens:
         n_steps += 1
@@ -229,20 +237,36 @@ def run_samples(model, tokenizer, s, depth):
     for i, row in enumerate(rows[1:], 2):
         say(f"--- {i} of {len(rows)}")
         write(row.end() + "\n")
-    report(model, s, ids, depth, n_steps, first or 0.0, seconds)
+    report(model, s, ids, depth, n_steps, first or 0.0, seconds, store.close())
     steps = [n for taken_T in taken or [] for n in taken_T if n is not None]              # None: fell out of the context unread
-    if model.cfg.router != "none" and steps:
+    if uneven and steps:
         say(f"mean depth {sum(steps) / len(steps):.2f} of {depth} over {len(steps):,} tokens read")
 
 
-def report(model, s, rows, depth, n_steps, first, seconds):
+class CacheWatch:
+    """Which cache a model's loop is working with, until close() tells."""
+
+    def __init__(self, model):
+        self.cache, self.hook = None, model.recursion.register_forward_hook(self.see)
+
+    def see(self, module, args, out):
+        self.cache = next((x for x in args if isinstance(x, KVCache)), None)
+
+    def close(self):
+        self.hook.remove()
+        return self.cache
+
+
+def report(model, s, rows, depth, n_steps, first, seconds, cache):
     rate = len(rows) * (n_steps - 1) / (seconds - first) if n_steps > 1 else 0.0
     say(f"{len(rows)} rows x {n_steps} tokens in {seconds:.2f} s: first after {first * 1e3:.0f} ms "
         f"({sum(map(len, rows)):,} prompt tokens), then {rate:,.0f} tokens/s")
     if s.use_cache:
         stored = min(model.cfg.block_size, max(map(len, rows)) + max(0, n_steps - 1))
-        size = model.cfg.kv_bytes(stored, len(rows), cache_dtype(model), s.cache, depth)
-        say(f"cache {s.cache}: {size / 2**20:,.2f} MiB for {len(rows)} rows of {stored} tokens")
+        size = model.cfg.kv_bytes(stored, len(rows), cache_dtype(model), s.cache, depth, s.exit)
+        now = cache.nbytes() if cache and s.cache == "full" else size            # that of a routed model grows
+        grew = f" (declared: {size / 2**20:,.2f}; more tokens went on than its capacities let in)" if now > size else ""
+        say(f"cache {s.cache}: {max(now, size) / 2**20:,.2f} MiB for {len(rows)} rows of {stored} tokens{grew}")
 
 
 def show(tokenizer, token):
@@ -288,6 +312,7 @@ def main(argv):
     try:
         model.cfg = at_threshold(model.cfg, s.threshold)
         depth = model.check_depth(s.recursions)
+        model.check_exit(s.exit, s.exit_threshold)
         with autocast:
             if s.trace is not None:
                 run_trace(model, tokenizer, as_typed(s.trace), depth)

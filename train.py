@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import prepare
 from config import UserError, key
-from model import GPT, GPTConfig, fold_in, generator, param_groups, stream
+from model import GPT, GPTConfig, RouterUnit, as_logit, fold_in, generator, n_chosen, param_groups, stream
 
 HERE = Path(__file__).resolve().parent
 FORMAT = 1                    # of ckpt.pt
@@ -405,14 +405,14 @@ def want_compile(choice, device):
         return False
 
 
-def count_depths(depth_BT, n_recur):
-    """How many tokens took 0, 1 ... n_recur steps, without waiting for the device."""
-    depth_N = depth_BT.flatten()
-    return torch.zeros(n_recur + 1, dtype=torch.long, device=depth_N.device).index_add_(0, depth_N, torch.ones_like(depth_N))
+def count_depths(depth_BT, most):
+    """How many tokens took 0, 1 ... `most` steps (more count as that), without waiting for the device."""
+    depth_N = depth_BT.flatten().clamp(max=most)
+    return torch.zeros(most + 1, dtype=torch.long, device=depth_N.device).index_add_(0, depth_N, torch.ones_like(depth_N))
 
 
-def step_gradients(net, batches, seeds, autocast, world=ALONE, n_recur=None):
-    """Accumulate the gradient of one optimizer step; returns (mean loss, how many tokens of all processes took 0 .. n_recur
+def step_gradients(net, batches, seeds, autocast, world=ALONE, most=None):
+    """Accumulate the gradient of one optimizer step; returns (mean loss, how many tokens of all processes took 0 .. `most`
     steps; None: not counted). Each micro-batch weighs as much as the targets that count in it, so the update does not
     depend on how a batch is cut, into micro-batches or over processes."""
     counts = [(targets_BT != -100).sum() for _, targets_BT in batches]          # tensors: no waiting for the device here
@@ -425,8 +425,8 @@ def step_gradients(net, batches, seeds, autocast, world=ALONE, n_recur=None):
             out = net(ids_BT, targets_BT, seed=seed)
         (out.loss * (count / total * world.size)).backward()  # the exchange takes the mean over processes
         loss = loss + out.loss.detach() * (count / total)
-        load = load if n_recur is None else load + count_depths(out.depth_BT, n_recur)
-    return world.sum(loss), None if n_recur is None else world.sum(load)
+        load = load if most is None else load + count_depths(out.depth_BT, most)
+    return world.sum(loss), None if most is None else world.sum(load)
 
 
 def clip_gradients(model, grad_clip):
@@ -549,6 +549,15 @@ def mean_depth(load):
     return sum(depth * n for depth, n in enumerate(load)) / max(1, sum(load))
 
 
+def agreement(counts):
+    """How a router's yes or no agrees with who went on; counts[went on, said yes]. None where there is nobody to judge by."""
+    (true_no, false_yes), (false_no, true_yes) = counts.tolist()
+    rate = lambda right, wrong: right / (right + wrong) if right + wrong else None
+    positive, negative = rate(true_yes, false_no), rate(true_no, false_yes)
+    return {"asked": int(counts.sum()), "chosen": true_yes + false_no, "accuracy": rate(true_yes + true_no, false_yes + false_no),
+            "balanced": None if None in (positive, negative) else (positive + negative) / 2, "true_positive": positive, "true_negative": negative}
+
+
 def max_vio(load):
     """How far the fullest of the depths 1..R is above their mean, as a share of it: 0 = balanced  [MoR, MaxVio]."""
     return max(load[1:]) / max(1e-9, sum(load[1:]) / len(load[1:])) - 1
@@ -561,7 +570,7 @@ class RouterTally:
         cfg, zeros = model.cfg, functools.partial(torch.zeros, dtype=torch.long, device=device)
         self.cfg, self.watch = cfg, RouterWatch(model)
         self.load = zeros(cfg.n_recur + 1)                    # by depth, as tokens decide outside training
-        self.said = zeros(cfg.n_recur, 4)                     # of those asked at a step in a top-k pass: 2 * chosen + passes the threshold
+        self.said = zeros(cfg.n_recur, 2, 2)                  # of those asked at a step in a top-k pass: by chosen, by reaching the threshold
         self.reached = zeros(cfg.block_size)                  # windows in which top-k gave a position the last step
 
     def look(self, depth_BT, n_rows):
@@ -572,7 +581,7 @@ class RouterTally:
         for said, asked in zip(self.said, self.watch.asked(depth_BT, n_rows)):
             if asked:
                 logit_N, chosen_N, _ = asked
-                said += torch.bincount(2 * chosen_N + (logit_N.sigmoid() >= self.cfg.threshold), minlength=4)
+                said += torch.bincount(2 * chosen_N + (logit_N >= as_logit(self.cfg.threshold)), minlength=4).view(2, 2)
 
     def numbers(self, world):
         load = world.sum(self.load).tolist()
@@ -580,18 +589,12 @@ class RouterTally:
         if self.cfg.router == "token":
             return {**numbers, "max_vio": max_vio(load)}
         asks = [step for step, choice in enumerate(self.watch.choice) if choice]
-        said, reached = world.sum(self.said).tolist(), world.sum(self.reached)
-        right = {step: self.accuracy(said[step]) for step in asks if self.cfg.router_choice != "random"}        # a lot is no router's word
+        said, reached = world.sum(self.said), world.sum(self.reached)
+        right = {step: agreement(said[step])["balanced"] for step in asks if self.cfg.router_choice == "score"}         # a lot is no router's word
+        right = {step: rate for step, rate in right.items() if rate is not None}                                        # top-k took all, or none was left
         return {**numbers, "go_on": {step: sum(load[step + 1 :]) / sum(load[step:]) for step in asks if sum(load[step:])},
                 "router_accuracy": sum(right.values()) / len(right) if right else None, "router_accuracy_at": right,
                 "dead_tokens": float((reached == 0).float().mean())}
-
-    @staticmethod
-    def accuracy(said):
-        """Mean of the shares of chosen and of left tokens that the threshold gets right: 1/2 for who says the same to all."""
-        kinds = [(said[0], said[0] + said[1]), (said[3], said[2] + said[3])]
-        rates = [hit / n for hit, n in kinds if n]
-        return sum(rates) / len(rates)
 
 
 def routing_line(numbers):
@@ -601,7 +604,8 @@ def routing_line(numbers):
     if "max_vio" in numbers:
         return " | ".join([*parts, f"max violation {numbers['max_vio']:.2f}"])
     accuracy = "-" if numbers["router_accuracy"] is None else f"{100 * numbers['router_accuracy']:.1f}%"
-    return " | ".join([*parts, f"go on {percent(numbers['go_on'])}", f"top-k (not causal) {numbers['topk_val_loss']:.4f} nats/token, causal "
+    parts += [f"go on {percent(numbers['go_on'])}"] if numbers["go_on"] else []             # no step has a choice
+    return " | ".join([*parts, f"top-k (not causal) {numbers['topk_val_loss']:.4f} nats/token, causal "
                        f"{numbers['topk_gap']:+.4f}", f"router accuracy {accuracy}", f"dead {100 * numbers['dead_tokens']:.1f}%"])
 
 
@@ -610,15 +614,19 @@ FEW, HARDLY, PATIENCE = 0.01, 0.001, 3                        # shares at an edg
 
 def at_edge(cfg, numbers):
     """A sentence where routing has stopped choosing; None where it has not."""
-    for step, share in numbers.get("go_on", {}).items():
-        if not FEW <= share <= 1 - FEW:
-            return (f"{100 * share:.1f}% of the tokens asked take step {step} (a router that chooses: {FEW:.0%} to {1 - FEW:.0%}), and its capacity "
-                    f"is {cfg.capacities[step]:.3g} of all; try a larger router_loss, aux_router=True, or another threshold")
+    chosen = [cfg.block_size, *(n_chosen(share, cfg.block_size) for share in cfg.capacities)]             # by top-k, of a whole context
+    for step, share in numbers.get("go_on", {}).items() if cfg.router_choice == "score" else ():
+        due = chosen[step + 1] / chosen[step]                 # of the tokens asked
+        low, high = min(FEW, due / 10), max(1 - FEW, 1 - (1 - due) / 10)         # a step that is to take few, or nearly all, may
+        if not low <= share <= high:
+            return (f"{100 * share:.1f}% of the tokens asked take step {step} (a router that chooses: {100 * low:.3g} to {100 * high:.3g}%; its capacity: "
+                    f"{100 * due:.3g}%); try a larger router_loss, {'' if cfg.aux_router else 'aux_router=True, '}or another threshold")
     if cfg.router == "token":
         for depth, share in numbers["depth_shares"].items():
             if share > 1 - FEW or share < HARDLY:
-                return (f"depth {depth} has {100 * share:.2f}% of the tokens (a router that chooses: {HARDLY:.1%} to {1 - FEW:.0%}); try a larger "
-                        f"router_loss, router_balance='bias' with a larger router_bias_rate, or a smaller n_recur")
+                more = "a larger router_bias_rate" if cfg.router_balance == "bias" else "a larger router_loss, router_balance='bias'"
+                return (f"depth {depth} has {100 * share:.2f}% of the tokens (a router that chooses: {HARDLY:.1%} to {1 - FEW:.0%}); try {more}, "
+                        f"or a smaller n_recur")
 
 
 @torch.no_grad()
@@ -646,7 +654,8 @@ def commit():
         head = run("rev-parse", "--short", "HEAD")
         if head.returncode or not (HERE / ".git").exists():
             return "unknown"
-        return head.stdout.strip() + ("+" if run("status", "--porcelain", "--untracked-files=no").stdout.strip() else "")
+        changed = run("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)config/ladder/results.jsonl")       # a record, no code
+        return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
@@ -786,18 +795,26 @@ def check_resume(state, cfg, meta, settings):
             print(f"resume: {name} was {state['settings'][name]!r}, now {value!r}")
 
 
-SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "n_prelude", "n_core", "n_coda", "update", "router")
+SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "n_prelude", "n_core", "n_coda", "update", "router", "lora_rank",
+              "sandwich_norm", "loop_norm", "loss")
+LORA_KEYS = ("n_recur",)                                                                          # where steps have additions of their own
 ROUTER_KEYS = ("n_recur", "router_kind", "router_width", "aux_router", "router_balance")         # where there is a router
 AUX_KEYS = ("capacity",)                                                                          # aux routers are where it is below 1
+# None has a meaning, and the tensors are that of what is meant.
+MEANINGS = {"n_kv_head": lambda cfg: cfg.kv_heads, "n_ffn": lambda cfg: cfg.ffn_width, "router_width": lambda cfg: RouterUnit.shapes(cfg, 1),
+            "capacity": lambda cfg: [share < 1 for share in cfg.capacities]}
 
 
 def check_start(state, cfg, meta, settings):
     """A new run from another's weights: its tensors have to fit; depth, noise and a shorter context may differ."""
-    there = {**asdict(GPTConfig()), **state["model_config"]}                     # an older checkpoint lacks newer keys
-    for name in SHAPE_KEYS + ROUTER_KEYS * (cfg.router != "none") + AUX_KEYS * cfg.aux_router:
-        if there[name] != getattr(cfg, name):
-            raise UserError(f"init_from={settings.init_from!r}: {name} is {there[name]!r} there and {getattr(cfg, name)!r} here; "
-                            f"give the model keys of that run")
+    there = GPTConfig(**state["model_config"])                # an older checkpoint lacks newer keys, which had no other value
+    unrolled = there.n_recur == 1 < cfg.n_recur               # a dense run for a recursive model
+    advice = f", or convert it first: python prepare.py weights {shlex.quote(settings.init_from)} CONFIG" if unrolled else ""
+    for name in SHAPE_KEYS + LORA_KEYS * (cfg.lora_rank > 0) + ROUTER_KEYS * (cfg.router != "none") + AUX_KEYS * cfg.aux_router:
+        meant = MEANINGS.get(name, lambda cfg, name=name: getattr(cfg, name))
+        if meant(there) != meant(cfg):
+            raise UserError(f"init_from={settings.init_from!r}: {name} is {getattr(there, name)!r} there and {getattr(cfg, name)!r} here; "
+                            f"give the model keys of that run{advice}")
     if cfg.block == "gpt2" and cfg.block_size > state["model_config"]["block_size"]:
         raise UserError(f"init_from={settings.init_from!r}: block_size={cfg.block_size} needs positions that it never learned; it has "
                         f"{state['model_config']['block_size']}")
@@ -899,8 +916,7 @@ def human(seconds):
 def estimate_seconds(model, settings, device, autocast, first_step, n_processes=1, compiled=False):
     """Time for the rest of the run, from a timed forward and backward of a few rows, scaled by counted FLOPs."""
     cfg, T = model.cfg, model.cfg.block_size
-    flops = lambda depth: cfg.flops_per_token(T, depth=depth)
-    trained_depth = (cfg.min_depth + cfg.n_recur) / 2 if cfg.depth_sampling == "uniform" else cfg.n_recur
+    flops, train_flops = lambda depth: cfg.flops_per_token(T, depth=depth), lambda depth: cfg.train_flops_per_token(T, depth)
     whole = settings.batch_size * T                           # compiled code is made once, for the shape of training
     tokens = whole if compiled else int(min(whole, max(64, 1e11 / flops(cfg.n_recur))))
     B, T_timed = max(1, tokens // T), min(T, tokens)
@@ -913,9 +929,9 @@ def estimate_seconds(model, settings, device, autocast, first_step, n_processes=
         model.zero_grad(set_to_none=True)
         loss.item()                                           # waits for the device
         seconds = time.perf_counter() - start
-    per_token = seconds / ids_BT.numel() / flops(cfg.n_recur)
+    per_token = seconds / ids_BT.numel() / train_flops(cfg.n_recur)
     steps = max(0, settings.max_iters - first_step)
-    trained = steps * settings.batch_size * settings.gradient_accumulation_steps * T * flops(trained_depth) / n_processes
+    trained = steps * settings.batch_size * settings.gradient_accumulation_steps * T * train_flops(None) / n_processes
     n_evals = 1 + (steps // settings.eval_interval if settings.eval_interval > 0 else 0)
     passes = eval_depths(cfg) + [cfg.n_recur] * (cfg.router == "expert")         # once more with top-k
     evaluated = n_evals * settings.eval_tokens * sum(map(flops, passes)) / 3 / n_processes
@@ -939,14 +955,20 @@ def start_page(settings, cfg, meta, folder, device, dtype, compiled, world):
               f"model      {cfg.layout} {cfg.block}{gate}: {cfg.n_params():,} unique parameters, {cfg.executed_blocks()} blocks "
               f"executed from {cfg.n_prelude + cfg.n_core + cfg.n_coda}",
               *router_lines(cfg, settings),
-              f"depth      training {cfg.depth_sampling}" + (f" {cfg.min_depth}..{cfg.n_recur}" if cfg.depth_sampling == "uniform" else f" {cfg.n_recur}")
-              + f", evaluation {', '.join(map(str, eval_depths(cfg)))}",
+              f"depth      training {depth_words(cfg)}, evaluation {', '.join(map(str, eval_depths(cfg)))}",
               f"step       {B} rows x {T} tokens x {A} accumulation = {B * T * A:,} tokens; {settings.max_iters:,} steps = "
               f"{B * T * A * settings.max_iters / 1e6:,.2f}M tokens" + several,
               f"machine    {device} {dtype}{' compiled' if compiled else ''}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"Python {platform.python_version()}, commit {commit()}",
               f"folder     {folder}"]
     return "\n".join(lines + [f"note: {sentence}" for sentence in cfg.unused() + unused(settings, meta, world)])
+
+
+def depth_words(cfg):
+    """How deep training goes, and what it supervises and learns from, in words."""
+    drawn = {"uniform": f"uniform {cfg.min_depth}..{cfg.n_recur}", "poisson": f"poisson, {cfg.mean_depth:g} on average"}
+    return (drawn.get(cfg.depth_sampling, f"fixed {cfg.n_recur}") + (f", gradients through the last {cfg.bptt}" if cfg.bptt else "")
+            + ", every step supervised" * (cfg.loss == "every"))
 
 
 def router_lines(cfg, s):
@@ -956,8 +978,9 @@ def router_lines(cfg, s):
     score = f"{cfg.router_kind} router, score {cfg.score_name}"
     if cfg.router == "expert":
         warm = f", falling from 1 over {s.capacity_warmup_iters} steps" if s.capacity_warmup_iters else ""
-        how = (f"expert-choice: {score}, capacities {' '.join(f'{share:.3g}' for share in cfg.capacities)}{warm}; outside training "
-               f"{'the aux router' if cfg.aux_router else 'it'} decides, threshold {cfg.threshold:g}")
+        decides = ("a lot by position and step decides, in training and outside" if cfg.router_choice == "random" else
+                   f"outside training {'the aux router' if cfg.aux_router else 'it'} decides, threshold {cfg.threshold:g}")
+        how = f"expert-choice: {score}, capacities {' '.join(f'{share:.3g}' for share in cfg.capacities)}{warm}; {decides}"
     else:
         balance = f"a bias, rate {s.router_bias_rate:g}" if cfg.router_balance == "bias" else "a loss"
         how = f"token-choice: {score}, depths 1..{cfg.n_recur}, balanced by {balance}"
@@ -1127,7 +1150,8 @@ class Run:
         data_seeds = [fold_in(s.seed, "data", step, i * world.size + world.rank) for i in micro]
         batches = [get_batch(self.train_split, s.batch_size, seed, self.device) for seed in data_seeds]
         seeds = [(fold_in(s.seed, "shared", step, i), fold_in(s.seed, "own", step, i, world.rank)) for i in micro]
-        loss, load = step_gradients(self.net, batches, seeds, self.autocast, world, self.model.cfg.n_recur)
+        most = math.ceil(self.model.cfg.mean_depth * (16 if self.model.cfg.depth_sampling == "poisson" else 1))
+        loss, load = step_gradients(self.net, batches, seeds, self.autocast, world, max(most, self.model.cfg.n_recur))
         norm = clip_gradients(self.model, s.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -106,8 +106,8 @@ class Sequence:
                 decides = self.router(f"recursion.router.aux_units.{step}", h)[0]
             if cfg.router_choice == "random":
                 x = math.sin(position * 12.9898 + step * 78.233) * 43758.5453
-                decides = torch.tensor(shares[step] / shares[step - 1] - (x - math.floor(x)))
-            return torch.sigmoid(decides) >= cfg.threshold
+                decides = torch.tensor(shares[step] / (shares[step - 1] if step else 1.0) - (x - math.floor(x)))
+            return torch.sigmoid(decides) >= (cfg.threshold if cfg.router_choice == "score" else 0.5)
         if cfg.router == "token":
             if step == 0:
                 logits = self.router("recursion.router.unit", e)

@@ -432,17 +432,16 @@ def test_only_rows_that_go_on_are_in_a_step():
 
 def test_a_step_of_some_rows_counts_as_a_pass_of_the_core_with_so_many():
     assert bench.rows_in_steps([3, 1, 2, 2]) == [4, 3, 1] and bench.rows_in_steps([1, 1]) == [2]
-    found = bench.mean_steps([[1, 3], [1, 1]], {2: 4.0, 1: 3.0})
-    assert found == {"steps": 1.5, "passes": (1 + (1 + 2 * 3 / 4)) / 2}
+    assert bench.mean_passes([[1, 3], [1, 1]], {2: 4.0, 1: 3.0}) == (1 + (1 + 2 * 3 / 4)) / 2
 
 
 def test_the_line_through_the_mean_depths_is_found_and_stands_beside_the_core():
-    rows = {f"{x}": {"passes": x, "ms": 2.0 + 3.0 * x} for x in (1, 1.5, 2, 2.5, 3)}
+    rows = [{"passes": x, "ms": 2.0 + 3.0 * x} for x in (1, 1.5, 2, 2.5, 3)]
     found = bench.fit(rows, {1: 2.5}, 3)
     assert [found[name] for name in ("a_ms", "b_ms", "r2", "core_ms", "b_over_core")] == pytest.approx([2, 3, 1, 2.5, 1.2])
-    found = bench.fit({**rows, "lone": {"passes": 1.5, "ms": 5.0 + 2 * 4.0}}, {4: 3.0, 2: 2.9, 1: 2.0}, 3)
+    found = bench.fit([*rows, {"passes": 1.5, "ms": 5.0 + 2 * 4.0}], {4: 3.0, 2: 2.9, 1: 2.0}, 3)
     assert [found[name] for name in ("b_over_core", "lone_ms", "lone_core_ms", "lone_over_core")] == pytest.approx([1, 4, 2, 2])
-    rows["2"]["ms"] += 4
+    rows[2]["ms"] += 4
     assert bench.fit(rows, {1: 3.0}, 3)["r2"] < 0.9
 
 
@@ -451,28 +450,30 @@ def test_decoding_shows_a_line_for_each_imposed_depth_and_for_the_core(go, tmp_p
     make_config(tmp_path, **ROUTED, threshold=0.0)                       # by itself nobody would stop
     lines, record, _ = go("decode", "toy.py", batch_size=rows, prompt_tokens=3, new_tokens=9)
     names = [f"toy at {x}" for x in ("1", "1.5", "2", "2.5", "3")] + ["toy at 3 in one row, else 1"] * (rows > 1)
-    cores = [f"toy core, {n} of {rows} rows" for n in (rows, *range(rows - 1, 0, -1))]
+    plain = [f"toy without router, {n} of {rows} rows at {depth}" for n in (rows, *range(rows - 1, 0, -1)) for depth in (1, 3)]
     assert lines[0].startswith(f"decode: toy 1+1x3+1 ({rows} rows, 3 prompt and 9 new tokens)")
-    assert [row["name"] for row in record["rows"]] == names + cores == [re.split(r"  +", line)[0] for line in lines[2 : 2 + len(names + cores)]]
-    assert [row["steps"] for row in record["rows"][:5]] == [1, 1.5, 2, 2.5, 3] and record["rows"][5]["steps"] == (None if rows == 1 else (3 + 2) / 3)
-    assert all(row["ms"] > 0 for row in record["rows"])
-    assert record["rows"][0]["passes"] == 1 and record["rows"][4]["passes"] == 3 and (rows > 1 or record["rows"][1]["passes"] == 1.5)
-    assert set(record["fits"]["toy"]) == {"a_ms", "b_ms", "r2", "core_ms", "b_over_core"} | ({"lone_ms", "lone_core_ms", "lone_over_core"} if rows > 1 else set())
-    assert f"ms per token = {record['fits']['toy']['a_ms']:.3f} + " in lines[-1]
+    assert [row["name"] for row in record["rows"]] == names + plain == [re.split(r"  +", line)[0] for line in lines[2 : 2 + len(names + plain)]]
+    assert [row["steps"] for row in record["rows"]] == [1, 1.5, 2, 2.5, 3] + [(3 + 2) / 3] * (rows > 1) + [1, 3] * rows
+    assert [row["passes"] for row in record["rows"]][: 5 : 4] == pytest.approx([1, 3]) and all(row["ms"] > 0 for row in record["rows"])
+    fit = record["fits"]["toy"]
+    assert set(fit) == {"a_ms", "b_ms", "r2", "core_ms", "b_over_core"} | ({"lone_ms", "lone_core_ms", "lone_over_core"} if rows > 1 else set())
+    assert f"ms per token = {fit['a_ms']:.3f} + " in lines[-1 - (rows > 1)] and (rows == 1 or f"ratio {fit['lone_over_core']:.3f}" in lines[-1])
 
 
-def test_what_is_timed_is_decoding_alone_and_a_pass_is_the_core_alone(go, tmp_path, monkeypatch):
+def test_what_is_timed_is_decoding_alone_and_a_pass_is_one_step_more(go, tmp_path, monkeypatch):
     """A clock that ticks once for every row in a call of a block."""
     make_config(tmp_path, **ROUTED, n_core=2)
     calls, forward = [], model.Block.forward
     monkeypatch.setattr(model.Block, "forward", lambda block, x, *rest: calls.append(x.shape) or forward(block, x, *rest))
     monkeypatch.setattr(bench, "clock", lambda device: float(sum(B for B, _, _ in calls)))
     record = go("decode", "toy.py", batch_size=1, prompt_tokens=5, new_tokens=9)[1]
-    assert [row["ms"] for row in record["rows"]] == [1e3 * (2 + 2 * steps) for steps in (1, 1.5, 2, 2.5, 3)] + [1e3 * 2]
+    assert [row["ms"] for row in record["rows"]] == [1e3 * (2 + 2 * steps) for steps in (1, 1.5, 2, 2.5, 3, 1, 3)]
     fit = record["fits"]["toy"]
     assert (fit["a_ms"], fit["b_ms"], fit["r2"], fit["b_over_core"]) == pytest.approx((2000, 2000, 1, 1))
     record = go("decode", "toy.py", batch_size=3, prompt_tokens=5, new_tokens=9)[1]
-    assert [row["ms"] for row in record["rows"][6:]] == [1e3 * 2 * n for n in (3, 2, 1)] and record["fits"]["toy"]["lone_over_core"] == pytest.approx(1)
+    assert [row["ms"] for row in record["rows"][6:]] == [1e3 * n * (2 + 2 * steps) for n in (3, 2, 1) for steps in (1, 3)]
+    fit = record["fits"]["toy"]
+    assert (fit["core_ms"], fit["lone_core_ms"], fit["lone_over_core"]) == pytest.approx((6000, 2000, 1))
 
 
 @pytest.mark.parametrize("changes, words", [

@@ -445,6 +445,7 @@ def test_damaged_weights_give_one_clear_error():
 
 def test_options_of_models_with_routers_or_exits_are_refused():
     model = loud(tiny(**GRT))
-    for option in (dict(threshold=0.5), dict(exit="kl"), dict(exit_threshold=0.1)):
-        with pytest.raises(ValueError, match="but this model has no"):
+    for option, why in ((dict(threshold=0.5), "no expert-choice router"), (dict(exit="cdf"), "no exit gate"), (dict(exit="luck"), "not one of"),
+                        (dict(exit_threshold=0.1), "give exit='kl'"), (dict(exit="kl", exit_threshold=-1), "0 or more")):
+        with pytest.raises(ValueError, match=why):
             model.generate(some_ids(1, 4), 2, **option)

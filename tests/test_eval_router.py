@@ -195,10 +195,29 @@ def test_flops_follow_the_shares_that_really_happened():
     cfg = tiny(n_prelude=1, n_recur=3, n_coda=1, router="expert", block_size=30)
     assert flops_at(cfg, [1.0, 20 / 30, 10 / 30]) == cfg.flops_per_token(30)
     assert flops_at(cfg, [1.0, 0.5, 0.5]) == replace(cfg, capacity=[1, 0.5, 0.5]).flops_per_token(30)
-    assert flops_at(cfg, [1.0, 0.001, 0.0]) == cfg.flops_per_token(30, depth=1)                                # less than half a token
+    assert flops_at(cfg, [1.0, 0.0, 0.0]) == flops_at(cfg, [1.0, 0.5, 0.5], 1) == cfg.flops_per_token(30, depth=1)
+    token, aux = (replace(cfg, **keys) for keys in (dict(router="token"), dict(aux_router=True)))
+    assert flops_at(token, [1.0, 20 / 30, 10 / 30]) == token.flops_per_token(30) > flops_at(token, [1.0, 0.5, 10 / 30])
+    assert flops_at(aux, [1.0, 1.0, 1.0]) - flops_at(cfg, [1.0, 1.0, 1.0]) == 2 * 2 * 16                       # two auxiliary routers, asked by all
     cfg = replace(cfg, block_size=100)
     every = [flops_at(cfg, [1.0, n / 100, n / 100]) for n in range(1, 101)]                                    # 0.29 x 100 is less than 29
     assert every == sorted(every) and np.diff(every, 2) == pytest.approx(every[2] - 2 * every[1] + every[0], rel=1e-6)        # a parabola: attention
+
+
+@pytest.mark.parametrize("name", ["expert", "token"])
+def test_losses_by_depth_stand_beside_the_flops_of_who_really_went_on(place, monkeypatch, name):
+    monkeypatch.chdir(place)
+    run, s = open_run(f"out/{name}", eval_tokens=256)
+    run.model.load_state_dict(loud(run.model.cfg).state_dict())
+    points = evaluation.measure_depth(run, s.eval_tokens)["points"]
+    ids_BT, _ = run.split.batch(train.fixed_windows(run.split, 256))
+    with torch.no_grad():
+        depth_BT = run.model(ids_BT).depth_BT
+    shares = [float((depth_BT > step).double().mean()) for step in range(3)]
+    for p in points:
+        assert p["flops_per_token"] == pytest.approx(flops_at(run.model.cfg, shares, p["depth"]))
+    declared = run.model.cfg.flops_per_token(32)
+    assert [p["depth"] for p in points] == ([3] if name == "token" else [0, 1, 2, 3]) and abs(points[-1]["flops_per_token"] / declared - 1) > 0.001
 
 
 # ---- the floor
@@ -392,6 +411,10 @@ def test_runs_whose_routers_ask_nobody_are_measured_all_the_same(go):
         lines, record, _ = go("router", out_dir=f"out/{name}")
         part = record["parts"]["router"]
         assert part["scores"] == part["accuracy"]["steps"] == {} and not any("the threshold's answer" in line for line in lines)
+        assert part["accuracy"]["pooled"]["asked"] == 0 and part["accuracy"]["pooled"]["balanced"] is None
+        if name == "lot":
+            assert part["threshold"] is None and part["thresholds"] == [] and any("causal, by lot" in line for line in lines)
+            assert not any("dial" in line for line in lines)
     assert part["lot"]["nats_per_token"] == pytest.approx(part["nats_per_token"], abs=1e-6) and part["mean_depth"] == 3
 
 

@@ -199,8 +199,8 @@ MUTANTS = {
         "position_AC=of(self.position_AC), cos=self.cos if self.cos is None else self.cos[:1, : column_LM.size(1)], sin=self.sin if self.sin is None else self.sin[:1, : column_LM.size(1)]",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "only the delta is scored": (
-        "h + s * y)",
-        "h + s * (y - h))",
+        "return h_ACD + score_AC1 * y_ACD",
+        "return h_ACD + score_AC1 * (y_ACD - h_ACD)",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "one top-k for the whole batch": (
         "by_AC.sort(dim=1, descending=True, stable=True).indices[:, :k]",
@@ -231,8 +231,8 @@ MUTANTS = {
         "if True:",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "the auxiliary router is never asked": (
-        "(logit_AC, router.aux_units[step](x_ACD.detach())[..., 0])",
-        "(logit_AC, logit_AC)",
+        "return logit_AC, aux_AC >= who.threshold, aux_AC",
+        "return logit_AC, logit_AC >= who.threshold, aux_AC",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "the auxiliary router pulls at the state": (
         "router.aux_units[step](x_ACD.detach())",
@@ -262,6 +262,22 @@ MUTANTS = {
         "if share >= 1:",
         "if share > 1:",
         "test_routing::test_a_threshold_of_zero_sends_everyone_all_the_way_and_one_sends_nobody_on"),
+    "the router's own loss counts three times": (
+        "self.cfg.router_weight, aux)",
+        "3 * self.cfg.router_weight, aux)",
+        "test_routing::test_the_routers_own_losses_are_those_of_plain_loops"),
+    "the balancing loss forgets how many depths there are": (
+        "balance = self.cfg.n_recur * (",
+        "balance = (",
+        "test_routing::test_the_routers_own_losses_are_those_of_plain_loops"),
+    "the balancing loss pools the batch": (
+        "(share_BR * p_BTR.mean(1))",
+        "(share_BR.mean(0) * p_BTR.mean((0, 1)))",
+        "test_routing::test_the_routers_losses_of_a_batch_are_the_mean_of_its_halves"),
+    "the z-loss is not squared": (
+        "logits.logsumexp(-1).square()",
+        "logits.logsumexp(-1).abs()",
+        "test_routing::test_the_routers_own_losses_are_those_of_plain_loops"),
     "token-choice scores every step": (
         "== step + 1\n",
         ">= 0\n",

@@ -3,24 +3,29 @@
     python -m pytest -q tests/test_published.py
 """
 import ast
+import dataclasses
 import functools
 import json
 import math
 import re
+import shlex
 from collections import Counter
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
 import torch
-from toy import flags, make_data
+from toy import flags, make_data, refusal
 
 import bench
+import config
+import eval as evaluation
 import model
 import train
 from config import UserError
 
-CONFIG = Path(train.__file__).resolve().parent / "config"
+ROOT = Path(train.__file__).resolve().parent
+CONFIG = ROOT / "config"
 TEXT = (CONFIG / "published.json").read_text("utf-8")
 ROWS = json.loads(TEXT, parse_float=Decimal, parse_int=Decimal)["rows"]          # a Decimal knows how many digits were printed
 MUST = {"config", "paper", "setting", "system", "quantity", "value", "unit", "ours", "agrees"}
@@ -33,6 +38,7 @@ WIDTHS = {  # n_embd, n_head, n_kv_head, n_ffn                                  
 LAYOUTS = {
     "gpt2_small": "0+12x1+0", "gpt2_medium": "0+24x1+0", "gpt2_large": "0+36x1+0",
     "grt_small": "1+1x10+1", "grt_medium": "2+5x4+2", "grt_large": "1+5x6+5",
+    **{f"{rival}_small": "1+1x10+1" for rival in ("poisson", "rrt", "ouro")},
     "grt_small_isoparam": "1+10x10+1", "grt_medium_isoparam": "2+20x4+2", "grt_large_isoparam": "3+30x6+3",
     "smollm/vanilla_135m": "0+30x1+0", "smollm/vanilla_360m": "0+32x1+0", "smollm/vanilla_730m": "0+26x1+0", "smollm/vanilla_1700m": "0+24x1+0",
     "smollm/recursive2_135m": "1+14x2+1", "smollm/recursive3_135m": "1+10x3+1", "smollm/recursive4_135m": "1+7x4+1",
@@ -83,18 +89,31 @@ def test_a_config_has_the_layout_the_sharing_and_the_widths_of_its_paper(name):
     cfg, stem = cfg_of(name), name.split("/")[-1]
     assert cfg.layout == LAYOUTS[name]
     assert (cfg.n_embd, cfg.n_head, cfg.kv_heads, cfg.ffn_width) == WIDTHS[next(word for word in stem.split("_") if word in WIDTHS)]
-    assert (cfg.block, cfg.update) == ("llama" if name in SMOLLM else "gpt2", "gate" if "grt" in stem else "replace")
+    assert (cfg.block, cfg.update) == ("llama" if name in SMOLLM else "gpt2", {"grt": "gate", "poisson": "inject"}.get(stem.split("_")[0], "replace"))
     if name in MOR:
         assert (cfg.sharing_name, cfg.n_recur, cfg.router, cfg.kv) == ("middle_cycle", 3, "expert", "own")
     elif name in SMOLLM and "vanilla" not in name:
         family, N = re.fullmatch(r"([a-z_]+)(\d)_\d+m", stem).groups()
         assert (cfg.sharing_name, cfg.n_recur) == ("middle_cycle" if family == "recursive" else family, int(N))
-    assert (cfg.depth_sampling, cfg.state_noise, cfg.gate_noise) == (("uniform", .1, .1) if "grt" in stem else ("fixed", 0, 0))
+    sampling = {"grt": "uniform", "poisson": "poisson"}.get(stem.split("_")[0], "fixed")
+    assert (cfg.depth_sampling, cfg.state_noise, cfg.gate_noise) == (sampling, *(2 * (.1 if "grt" in stem else 0,)))
+
+
+def test_poisson_lora_and_ouro_differ_from_a_plain_loop_in_what_their_papers_changed_alone():
+    plain = model.GPTConfig(vocab_size=50304, fused_loss=True, n_prelude=1, n_core=1, n_recur=10, n_coda=1)
+    changed = {"poisson": dict(update="inject", state_init="random", depth_sampling="poisson", bptt=8), "rrt": dict(lora_rank=8), "ouro": dict(loss="every")}
+    for name, choices in changed.items():
+        assert cfg_of(f"{name}_small") == dataclasses.replace(plain, **choices), name
+        for scale in ("small", "medium", "large"):
+            for row in ROWS:
+                if row["paper"] == "GRT" and row["system"].lower() == name and scale in row["setting"].lower():
+                    of_row, grt = cfg_of(row["config"], more=overrides(row)), cfg_of(f"grt_{scale}" + "_isoparam" * ("isoPARAM" in row["setting"]))
+                    assert {key: getattr(of_row, key) for key in choices} == choices and (of_row.layout, of_row.n_embd) == (grt.layout, grt.n_embd), row
 
 
 def test_every_config_beside_these_is_in_the_table_above():
     there = {str(path.relative_to(CONFIG).with_suffix("")) for path in CONFIG.rglob("[!_]*.py")}
-    ours = {name for name in there if name.startswith("bench/") or "_tiny" in name}
+    ours = {name for name in there if name.startswith(("bench/", "ladder/")) or "_tiny" in name}
     assert there - ours == set(LAYOUTS)
 
 
@@ -227,7 +246,7 @@ def test_the_rows_of_flags_cover_the_paper():
     assert {name for name, _, _ in ROWS_OF_FLAGS} == set(MOR)
 
 
-FAMILIES = ["gpt2_small", "grt_small", "grt_medium_isoparam", "smollm/vanilla_135m", "smollm/recursive3_360m", "smollm/recursive2_1700m",
+FAMILIES = ["gpt2_small", "grt_small", "poisson_small", "rrt_small", "ouro_small", "grt_medium_isoparam", "smollm/vanilla_135m", "smollm/recursive3_360m", "smollm/recursive2_1700m",
             "smollm/ablation/cycle3_135m", "smollm/ablation/sequence2_135m", "smollm/ablation/middle_cycle3_135m",
             "smollm/ablation/middle_sequence2_360m", "smollm/ablation/cycle3_730m", "mor_360m"]
 
@@ -311,7 +330,8 @@ def test_a_published_number_follows_from_its_config_exactly_where_the_file_says_
 
 def test_every_row_is_complete_names_a_config_that_exists_and_stands_once():
     for row in ROWS:
-        assert MUST <= set(row) <= MUST | MAY and type(row["value"]) is Decimal and row["paper"] in ("MoR", "GRT", "Ouro"), row
+        assert MUST <= set(row) <= MUST | MAY and row["paper"] in ("MoR", "GRT", "Ouro"), row
+        assert type(row["value"]) is Decimal or row["value"] is None and row["ours"] is None and row["config"], f"{row}: not at hand, but a command"
         assert all(row[name] in LAYOUTS for name in ("config", "against") if row.get(name)), row
         assert (row["ours"] is None) == (row["agrees"] is None) and (row["ours"] is None or row["config"]), row
         assert row["ours"] is None or row["ours"] in OURS and row["unit"] in UNITS, row
@@ -327,14 +347,16 @@ def test_every_model_of_the_main_tables_has_a_published_loss(name):
 
 
 def test_every_published_row_of_mixture_of_recursions_has_its_flags_in_the_docstring():
-    """One system, one set of flags: those of the docstring, where a row's own say how long it trains."""
-    stated = {frozenset(flags.split()) for name, _, flags in ROWS_OF_FLAGS if name == "mor_360m"}
+    """One system, one set of flags: those of a docstring; how long and by which schedule it trains is the row's own."""
+    what_it_is = lambda flags: frozenset(flag for flag in flags if not re.match("--(max_iters|schedule)=", flag))
+    stated = {name: {frozenset()} | {what_it_is(flags.split()) for file, _, flags in ROWS_OF_FLAGS if file in (name, "mor_360m")} for name in MOR}
     rows = [row for row in ROWS if row["paper"] == "MoR" and row["system"].startswith("MoR-")]
-    assert {row["config"] for row in rows} == {"mor_360m"} and len(rows) > 25
+    assert {row["config"] for row in rows} == set(MOR) and len(rows) > 45
     for row in rows:
-        flags = {flag for flag in overrides(row)}
-        assert not flags or flags in stated or any(flags < some and "max_iters" in str(some - flags) for some in stated), row
-        assert cfg_of("mor_360m", more=overrides(row)).n_recur == int(row["system"][4])
+        assert what_it_is(overrides(row)) in stated[row["config"]], row
+        assert cfg_of(row["config"], more=overrides(row)).n_recur == int(row["system"][4])
+        if row["setting"].startswith("isoFLOP") and row["config"] != "mor_360m":
+            assert settings_of(row["config"], *overrides(row)).max_iters == budget(row["config"], overrides(row)), row
 
 
 def test_an_override_is_a_key_that_changes_the_config():
@@ -360,3 +382,130 @@ def test_bench_sets_beside_a_model_the_published_rows_of_that_model_alone(capsys
     assert published("--n_core=15", "--n_recur=2") == {("MoR-2", 623.49, 623.49)}
     assert published("--kv=share") == {("MoR-3 share", 536.25, 536.25)}
     assert published("--n_core=9") == published("--router=token") == set()
+
+
+# ------------------------------------------------------------------------------------------------------------- the table of all
+
+SECTION_7 = {  # million parameters: dense, MoR, Poisson, Ouro, RRT of rank 8, GRT; an empty place is no row of the paper        [GRT, computed]
+    "isoFLOP, Small": (124.37, 60.67, 61.84, 60.66, 61.64, 63.61), "isoFLOP, Medium": (354.60, 165.83, 167.92, 165.83, 168.45, 171.07),
+    "isoFLOP, Large": (773.58, 282.01, 285.27, 282.00, 286.91, 290.20), "isoPARAM, Small": (124.37, 124.38, 125.55, 124.37, 134.20, 127.33),
+    "isoPARAM, Medium": (354.60, 354.60, 356.70, None, None, 359.85), "isoPARAM, Large": (773.58, 773.59, 776.86, None, None, 781.78)}
+SIZES = {  # settings of a table: rows
+    ("isoFLOP, Small", "isoFLOP, Medium", "isoFLOP, Large"): 18, ("isoPARAM, Small", "isoPARAM, Medium", "isoPARAM, Large"): 14,
+    ("ladder, 20,000 steps, Small",): 6, ("ladder, 2,000 steps, Medium",): 6, ("sensitivity, gate bias",): 4, ("sensitivity, 20,000 steps, Small",): 3,
+    ("sensitivity, 5,000 steps, Medium",): 3, ("isoFLOP 16.5e18, 360M", "equal tokens, 360M"): 12, ("isoFLOP 16.5e18, 1.7B",): 6,
+    ("sharing, 10 billion tokens, 135M", "sharing, 10 billion tokens, 360M"): 16 + 2, ("routers, 10 billion tokens, 360M",): 11,
+    ("K/V sharing, 10 billion tokens, 360M",): 4, ("equal unique parameters, 730M",): 3, ("isoFLOP scaling, 16.5e18",): 12}
+
+
+def tables_in(text):
+    """{setting: [{column: cell} of each line]} of a page like PUBLISHED.md."""
+    found = {}
+    for section in text.split("\n## ")[1:]:
+        lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+        found[section.splitlines()[0].partition(": ")[2]] = [dict(zip(lines[0], line)) for line in lines[1:]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def page():
+    return bench.published_table()[0]
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Two small tables of the file, free to be edited; the page made of them."""
+    rows = [dict(row) for row in bench.published_rows(Decimal) if row["setting"] in ("isoFLOP, Small", "shapes, 360M")]
+    monkeypatch.setattr(bench, "published_rows", lambda number: rows)
+    return rows, lambda: bench.published_table()
+
+
+@pytest.mark.slow
+def test_the_table_is_made_anew_to_the_letter(page):
+    assert page == (ROOT / "PUBLISHED.md").read_text("utf-8"), "python bench.py table writes it anew"
+
+
+def test_an_edit_of_either_side_shows_in_the_table(few, monkeypatch):
+    rows, make = few
+    before, tally = make()
+    row = next(row for row in rows if row["system"] == "GRT" and row["quantity"] == "parameters")
+    row["value"] = Decimal("63.61")
+    after, now = make()
+    assert "parameters 63.61 M" in after and (now["agree"], now["do not agree"]) == (tally["agree"] + 1, tally["do not agree"] - 1)
+    row["value"], known = Decimal(35), bench.system_of
+    assert make()[0] == before
+    monkeypatch.setattr(bench, "system_of", lambda row: known(dict(row, overrides=["--n_ffn=3000"]) if row["config"] == "grt_small" else row))
+    (says, line), (said, old) = zip(*((new, old) for new, old in zip(make()[0].splitlines(), before.splitlines()) if new != old))
+    assert says.startswith("2 tables") and line.startswith("| GRT | `python train.py config/grt_small.py`") and "63,611,904" in old and "63,611,904" not in line
+
+
+@pytest.mark.slow
+def test_the_table_has_the_parameters_of_every_rival(page):
+    tables = tables_in(page)
+    for setting, numbers in SECTION_7.items():
+        wanted = {system: number for system, number in zip(("dense", "MoR", "Poisson", "Ouro", "RRT", "GRT"), numbers) if number}
+        assert {line["system"]: round(int(line["parameters"].replace(",", "")) / 1e6, 2) for line in tables[setting]} == wanted, setting
+
+
+@pytest.mark.slow
+def test_the_tables_have_every_row_of_both_papers(page):
+    tables = tables_in(page)
+    assert {settings: sum(len(tables[setting]) for setting in settings) for settings in SIZES} == SIZES
+    places = {(row["setting"], row["system"]) for row in ROWS}
+    assert {(setting, line["system"]) for setting, lines in tables.items() for line in lines if "system" in line} == places
+
+
+@pytest.mark.slow
+def test_every_command_in_the_table_makes_the_model_of_its_row(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = [(line, words) for lines in tables_in(page).values() for line in lines for words in re.findall("`([^`]+)`", line.get("command", ""))]
+    assert len(commands) > 150 and {line["command"] for lines in tables_in(page).values() for line in lines if "`" not in line.get("command", "`")} == {
+        "none: this model is not here"}
+    for line, command in commands:
+        first, *more = (shlex.split(part) for part in command.split(" && "))
+        s = train.parse(first[2:]) if first[1] == "train.py" else next(iter(bench.settings_of(first[2:])[1].values()))
+        vocabulary = 49152 if "mor_" in command or "smollm" in command else 50304
+        cfg = s.build(model.GPTConfig, vocab_size=vocabulary)
+        if "--block_size" not in command:
+            assert f"{bench.count_once(cfg):,}" == line["parameters"], command
+        assert cfg.layout == line["layout"] and cfg.unused() == [], command
+        for words in more:
+            assert words[:2] == ["python", "eval.py"] and config.parse(words[2:], [evaluation.EvalConfig], "", words=("", 99)).words == ["depth"]
+
+
+def test_what_is_not_at_hand_says_so_in_the_table_and_is_no_number(few):
+    rows, make = few
+    rows[0]["value"], rows[0]["ours"] = None, None
+    text, tally = make()
+    assert tally["not at hand"] == 1 and f"{rows[0]['quantity']} not at hand" in text and "None" not in text
+
+
+def test_the_table_of_properties_is_read_off_the_configs():
+    row = next(row for row in ROWS if row["config"] == "grt_small" and row["setting"] == "isoFLOP, Small")
+    of = lambda **more: {name: has == "yes" for name, has, _ in bench.property_lines([dict(row, **more)])[1:]}
+    grt, names = of(), list(bench.PROPERTIES)
+    assert [name for name in names if grt[name]] == [
+        "input read at every step", "gate", "noise in training", "random depth in training", "runs deeper than trained",
+        "plain cache: all tokens at every step", "one K and V for all steps while decoding"]
+    changes = {("--update=inject",): "-gate", ("--state_noise=0", "--gate_noise=0"): "-noise in training", ("--depth_sampling=fixed",): "-random depth in training",
+               ("--loss=every", "--update=inject"): "+depth of its own per token, +every step supervised, -gate",
+               ("--lora_rank=8",): "+weights change with the step, -runs deeper than trained",
+               ("--router=expert",): "+depth of its own per token, -runs deeper than trained, -plain cache: all tokens at every step, -one K and V for all steps while decoding"}
+    for flags, wanted in changes.items():
+        now = of(overrides=list(flags))
+        assert {("+" if now[name] else "-") + name for name in names if now[name] != grt[name]} == set(wanted.split(", ")), flags
+
+
+def test_bench_writes_the_table_and_refuses_what_does_not_go_with_it(few, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    bench.main(["table"])
+    lines = capsys.readouterr().out.splitlines()
+    assert (tmp_path / "PUBLISHED.md").read_text("utf-8") == few[1]()[0] and len(lines) == 2
+    record = json.loads(lines[-1])
+    assert record["mode"] == "table" and (record["tables"], record["rows"]) == (2, 7) and "2 tables, 7 rows" in lines[0]
+    bench.main(["table", "--to=mine.md"])
+    assert (tmp_path / "mine.md").read_bytes() == (tmp_path / "PUBLISHED.md").read_bytes()
+    grt = str(CONFIG / "grt_small.py")
+    for argv, words in ((["table", grt], "leave out"), (["table", "--n_embd=8"], "leave out --n_embd"), (["table", "--to=none/x.md"], "none/x.md cannot be written"),
+                        (["counts", grt, "--to=x.md"], "goes with mode table")):
+        assert words in refusal(bench.main, argv)

@@ -2,8 +2,11 @@
 
     python -m pytest -q tests/test_routing.py
 """
+import copy
 import itertools
 import json
+import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -18,7 +21,7 @@ from toy import make_config, make_data, refusal
 import eval as evaluation
 import sample
 import train
-from model import GPT, NoCache, Silence, compact, describe, make_cache, stream, topk
+from model import GPT, AtEnd, NoCache, Silence, check_threshold, compact, describe, make_cache, stream, topk
 
 LAYOUT = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, router_alpha=0.7)          # alpha: large enough that a wrong merge shows
 CHOICES = dict(router=("expert", "token"), router_kind=("linear", "mlp"), update=("replace", "inject", "gate"), block=("gpt2", "llama"), kv=("own", "share"))
@@ -29,7 +32,8 @@ SHARED = [dict(router="none", kv=kv, update=update, router_alpha=None) for kv, u
 OPTIONS = [dict(router="expert", kv="share_k", block="llama"), dict(router="expert", kv="share_v", update="inject"), dict(router="token", kv="share_k", n_kv_head=2),
            dict(router="token", kv="share_v", block="llama"), dict(router="expert", aux_router=True, block="llama"),
            dict(router="expert", aux_router=True, update="gate", router_kind="mlp", kv="share"), dict(router="expert", router_choice="random", block="llama"),
-           dict(router="expert", router_choice="random", kv="share", update="gate"), dict(router="expert", router_score="add", router_alpha=None, block="llama"),
+           dict(router="expert", router_choice="random", kv="share", update="gate"),
+           dict(router="expert", router_choice="random", capacity=[0.8, 0.5, 0.3], threshold=0.9), dict(router="expert", router_score="add", router_alpha=None, block="llama"),
            dict(router="expert", router_score="tanh", block="llama"), dict(router="expert", router_score="none", block="llama"),
            dict(router="token", router_balance="bias", block="llama"), dict(router="token", router_score="sigmoid", router_z_loss=0.1, block="llama"),
            dict(router="expert", router_z_loss=0.1, capacity=[1.0, 0.9, 0.2], block="llama")]
@@ -110,7 +114,7 @@ def test_the_gathered_pass_equals_a_dense_one_that_masks(kv):
     model, ids_BT = loud(routed(dict(router="expert", update="replace", kv=kv))).double(), some_ids(2, 12)
     with torch.no_grad():
         out = model(ids_BT, routing="topk")
-        h_BTD, _, who = model.start(ids_BT, NoCache())
+        h_BTD, who = model.start(ids_BT, NoCache())
         active_BT, first = torch.ones(2, 12, dtype=torch.bool), {}
         for step, unit in enumerate(model.recursion.router.units):
             logit_BT = unit(h_BTD)[..., 0].masked_fill(~active_BT, -torch.inf)
@@ -121,7 +125,7 @@ def test_the_gathered_pass_equals_a_dense_one_that_masks(kv):
             for block in model.recursion.core:
                 y_BTD = dense_block(block, y_BTD, active_BT, kv, first.setdefault(block, []))
             h_BTD = torch.where(active_BT[..., None], h_BTD + 0.7 * logit_BT.sigmoid()[..., None] * y_BTD, h_BTD)
-        assert_close(model.head(model.finish(h_BTD, who, NoCache())), out.logits)
+        assert_close(model.head(model.finish(h_BTD, who, NoCache().coda_seat)), out.logits)
 
 
 def dense_block(block, x_BTD, active_BT, kv, first):
@@ -161,12 +165,12 @@ def test_token_choice_with_every_token_at_one_depth_is_the_anchor_and_p_times_th
             unit = model.recursion.router.unit.layers[0]
             unit.weight.zero_()
             model.recursion.router.score = lambda x, depth=depth: torch.nn.functional.one_hot(torch.full(x.shape[:-1], depth - 1), 3).double() * 0.6
-            e_BTD, _, who = model.start(ids_BT, NoCache())
+            e_BTD, who = model.start(ids_BT, NoCache())
             y_BTD = e_BTD
             for _ in range(depth):
                 for block in model.recursion.core:
                     y_BTD = block(y_BTD)
-            h_BTD, got = model.recursion(e_BTD, e_BTD, who, 3, Silence(), NoCache())
+            h_BTD, got = model.recursion(e_BTD, who, 3, Silence(), NoCache(), AtEnd(model, who, NoCache()))
         assert_close(h_BTD, e_BTD + 0.6 * y_BTD)
         assert (torch.as_tensor(got.depth) == depth).all()
 
@@ -182,6 +186,70 @@ def test_every_parameter_learns_routers_included(keys):
     assert [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
+# Both terms have weights here that are not 1, and every choice that changes them.
+WEIGHED = dict(router_loss=0.3, router_z_loss=0.2)
+TERMS = {"expert": dict(router="expert"), "expert, capacities": dict(router="expert", capacity=[0.8, 0.5, 0.5], kv="own"), "aux": dict(router="expert", aux_router=True),
+         "token": dict(router="token"), "token, sigmoid": dict(router="token", router_score="sigmoid"), "token, bias": dict(router="token", router_balance="bias")}
+
+
+def heard(model, ids_BT):
+    """(out, {a router's name: its logits}) of a call in training."""
+    logits, hooks = {}, []
+    for name, unit in model.recursion.router.named_modules():
+        if name.startswith(("unit", "aux_units")) and hasattr(unit, "layers"):
+            hooks.append(unit.register_forward_hook(lambda module, args, out, name=name: logits.__setitem__(name, out.detach())))
+    out = model.train()(ids_BT, ids_BT, seed=(0, 0))
+    for hook in hooks:
+        hook.remove()
+    return out, logits
+
+
+def mean(numbers):
+    return sum(numbers) / len(numbers)
+
+
+def expert_terms(cfg, depth_BT, logits):
+    """Of each step with a choice: -log of what the router that decides gives to what top-k did, and the other's squared logit."""
+    own = {name: value[..., 0].flatten().tolist() for name, value in logits.items()}                  # a row after the other, in order
+    router, z = 0.0, 0.0
+    for step in [step for step, share in enumerate(cfg.capacities) if share < 1]:
+        went_on = [taken > step for row in depth_BT.tolist() for taken in row if taken >= step]
+        judges = own[f"aux_units.{step}" if cfg.aux_router else f"units.{step}"]
+        router += mean([-math.log(1 / (1 + math.exp(-x if yes else x))) for x, yes in zip(judges, went_on, strict=True)])
+        z += mean([x * x for x in own[f"units.{step}"]])
+    return router, z
+
+
+def token_terms(cfg, depth_BT, logits):
+    """Per row N times the sum over depths of (share of its tokens that chose it) x (its mean probability); log of the summed exponents."""
+    R, rows, z = cfg.n_recur, [], []
+    for depths, row in zip(depth_BT.tolist(), logits["unit"].tolist()):
+        sums = [sum(math.exp(x) for x in token) for token in row]
+        p = [[math.exp(x) / total if cfg.score_name == "softmax" else 1 / (1 + math.exp(-x)) for x in token] for token, total in zip(row, sums)]
+        rows.append(R * sum(depths.count(d + 1) / len(depths) * mean([token[d] for token in p]) for d in range(R)))
+        z += [math.log(total) ** 2 for total in sums]
+    return mean(rows), mean(z)
+
+
+@pytest.mark.parametrize("case", TERMS)
+def test_the_routers_own_losses_are_those_of_plain_loops(case):
+    cfg = routed({**TERMS[case], **WEIGHED})
+    out, logits = heard(loud(cfg).double(), some_ids(4, 12))
+    router, z = (expert_terms if cfg.router == "expert" else token_terms)(cfg, out.depth_BT, logits)
+    terms = {name: float(term.detach()) for name, term in out.losses.items()}
+    assert terms.get("router", 0.0) == pytest.approx(0.0 if cfg.router_balance == "bias" else 0.3 * router) and router > 0.1
+    assert terms["router_z"] == pytest.approx(0.2 * z) and z > 0.1 and float(out.loss.detach()) == pytest.approx(sum(terms.values()))
+
+
+@pytest.mark.parametrize("case", TERMS)
+def test_the_routers_losses_of_a_batch_are_the_mean_of_its_halves(case):
+    model, ids_BT = loud(routed({**TERMS[case], **WEIGHED})).double(), some_ids(4, 12, seed=4)
+    whole, *halves = (heard(model, ids)[0].losses for ids in (ids_BT, ids_BT[:2], ids_BT[2:]))
+    for term in {"router", "router_z"} & set(whole):
+        a, b = (float(half[term].detach()) for half in halves)
+        assert float(whole[term].detach()) == pytest.approx((a + b) / 2) and abs(a - b) > 1e-3
+
+
 def test_unique_parameters_of_a_routed_360m_model():
     assert replace(smollm("360M", "1+10x3+1"), router="expert").n_params(embeddings=False) == 117_991_680
 
@@ -195,15 +263,16 @@ def test_flops_equal_the_table_of_the_mor_paper(plan, kv, mflop):
 @pytest.mark.parametrize("keys", [keys for keys in ROUTED + SHARED + OPTIONS if keys["router"] != "token"], ids=name)
 def test_exact_flops_are_those_of_a_real_forward_at_its_capacities(keys):
     cfg, T = routed(keys), 12
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        depth_BT = loud(cfg)(some_ids(2, T), routing="topk").depth_BT
-    share = [float((depth_BT > step).double().mean()) for step in range(3)]
-    square = sum(s * 2 * 4 * 16 * (T if cfg.kv == "share" else s * T) for s in share) + 2 * 4 * 16 * T             # what ran; half of it counts
-    assert counter.get_total_flops() == pytest.approx(2 * T * (cfg.flops_per_token(T) + square / 2), rel=1e-9)
+    for depth in (3, 0, 1, 2):                                                      # shallow passes ask one router more than they take steps
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            depth_BT = loud(cfg)(some_ids(2, T), routing="topk", depth=depth).depth_BT
+        share = [float((depth_BT > step).double().mean()) for step in range(3)]
+        square = sum(s * 2 * 4 * 16 * (T if cfg.kv == "share" else s * T) for s in share) + 2 * 4 * 16 * T         # what ran; half of it counts
+        assert counter.get_total_flops() == pytest.approx(2 * T * (cfg.flops_per_token(T, depth=depth) + square / 2), rel=1e-9), depth
 
 
 def test_a_routed_model_goes_no_deeper_than_it_has_routers():
-    with pytest.raises(ValueError, match="every step of a routed model has a router of its own"):
+    with pytest.raises(ValueError, match="every step of this model has a router of its own"):
         loud(routed(dict(router="expert")))(some_ids(1, 4), depth=4)
 
 
@@ -318,16 +387,46 @@ def test_a_random_choice_asks_no_router_and_takes_its_share():
         depth_BT = model(ids_BT).depth_BT
         assert torch.equal(depth_BT, other(ids_BT).depth_BT)
         assert [float((depth_BT > step).double().mean()) for step in (1, 2)] == pytest.approx([2 / 3, 1 / 3], abs=0.03)
-    assert set(model.train()(some_ids(2, 9), some_ids(2, 9)).losses) == {"ce", "router"}
+    deaf = loud(replace(cfg, threshold=0.99, router_loss=5.0))
+    assert torch.equal(deaf(ids_BT).depth_BT, depth_BT)                             # nobody is asked, so there is no threshold
+    losses = deaf.train()(some_ids(2, 9), some_ids(2, 9)).losses
+    assert set(losses) == {"ce", "router"} and losses["router"] == 0 and losses["router"].dtype == torch.float32       # and nothing to learn
+    assert [line.split("=")[0] for line in deaf.cfg.unused()] == ["threshold", "router_loss"] and cfg.router_weight == 0
+    assert [line.split("=")[0] for line in replace(cfg, router_score="add", router_kind="mlp").unused()] == ["router_kind"]
 
 
 def test_settings_that_contradict_each_other_are_refused():
     for keys, words in ((dict(router="token", aux_router=True), "belongs to router='expert'"), (dict(router="expert", router_balance="bias"), "belongs to router='token'"),
                         (dict(router_choice="random"), "belongs to router='expert'"), (dict(router="expert", router_choice="random", aux_router=True), "would learn a random choice"),
                         (dict(router="expert", kv="share_k", capacity=[0.5, 0.5, 0.5]), "capacity must begin with 1"), (dict(router="token", router_score="add"), "does not go with"),
+                        (dict(router="expert", capacity=[0.3, 1.0, 1.0]), "rises at step 1"), (dict(router="expert", capacity=[1.0, 0.5, 0.6]), "rises at step 2"),
+                        (dict(router="expert", router_score="add", aux_router=True), "aux_router=True teaches to others"),
+                        (dict(router="expert", router_score="add", router_loss=0.0), "router_loss=0 turns off"),
                         (dict(router="expert", router_z_loss=-1.0), "0 turns it off"), (dict(router="expert", router_choice="x"), "is not one of score, random")):
         with pytest.raises(ValueError, match=words):
             tiny(**{**LAYOUT, "router_alpha": None, **keys})
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, float("nan"), "x", [0.5]], ids=str)
+def test_a_threshold_that_is_no_probability_is_refused(value):
+    with pytest.raises(ValueError, match="is not a number from 0"):
+        check_threshold(value)
+    for fine in (None, 0, 1, 0.5):
+        check_threshold(fine)
+
+
+@pytest.mark.parametrize("keys", [dict(router=router, router_score=score) for router, scores in (("expert", ("sigmoid", "tanh", "none", "add")), ("token", ("softmax", "sigmoid")))
+                                  for score in scores] + [dict(router="expert", aux_router=True, update="gate"), dict(router="expert", router_choice="random")], ids=name)
+def test_a_routed_model_survives_a_pickle_and_a_copy(keys):
+    model, ids_BT = loud(routed(keys)), some_ids(2, 9)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(twin(ids_BT).logits, model(ids_BT).logits)
+
+
+@pytest.mark.parametrize("kv, why", [("share", "keeps no more already"), ("share_k", "kv='share_k' keeps one of the two for all steps"), ("share_v", "kv='share_v' keeps one")])
+def test_why_shared_k_and_v_are_not_compressed(kv, why):
+    with pytest.raises(ValueError, match=why):
+        tiny(**{**LAYOUT, "router_alpha": None}, kv=kv).check_cache("mean")
 
 
 # ---- the cache: what it holds, and what a token that stopped costs
@@ -337,7 +436,7 @@ def impose(model, depth_T):
     """Every token at position t takes depth_T[t] steps, whatever the router thinks."""
     router, depth_T = model.recursion.router, torch.tensor(depth_T)
     if model.cfg.router == "expert":
-        router.judge = lambda router, logit_AC, x_ACD, who, step: (logit_AC, (depth_T[who.position_AC] > step).double().expand(logit_AC.shape) - 0.5)
+        router.judge = lambda router, logit_AC, x_ACD, who, step: (logit_AC, (depth_T[who.position_AC] > step).expand(logit_AC.shape), logit_AC)
     else:
         enter = router.enter
         router.enter = lambda e_BTD, who, depth: enter(e_BTD, who, depth)._replace(wanted_BT1=depth_T[who.position_AC].expand(e_BTD.shape[:2])[..., None].clamp(max=depth))

@@ -296,6 +296,8 @@ def test_the_legend_names_every_colour_with_the_fewest_steps_it_stands_for(go):
     assert [colour for colour, _ in many] == list(sample.SHADES) and many[0][1] == 1
     assert all(sample.shade(n, 40) == colour and sample.shade(n - 1, 40) != colour for colour, n in many[1:])
     assert sample.legend(4) in go(color=True).err and "steps taken" not in go().err
+    assert [(int(colour), text.strip()) for colour, text in re.findall(CODES, sample.legend(0))] == [(sample.shade(0, 0), "0")]
+    assert sample.legend(0) in go(color=True, recursions=0).err
 
 
 def test_a_newline_stays_outside_the_codes():
@@ -316,6 +318,17 @@ def test_the_mean_depth_of_what_was_read_is_told(go, place, run):
     assert "mean depth" not in go(max_new_tokens=9, color=True).err + go(max_new_tokens=0, out_dir=f"out/{run}").err
 
 
+def test_a_cache_that_grew_is_told_at_its_size_with_what_was_declared(go, monkeypatch):
+    """Nobody and everybody goes on: the cache stays at the declared capacities, or holds four steps of all tokens."""
+    sizes = []
+    for threshold in (1, 0):
+        err = go(start="abcd", max_new_tokens=20, num_samples=2, out_dir="out/expert", threshold=threshold).err
+        sizes.append(re.search(r"cache full: (\S+) MiB for 2 rows of 23 tokens(.*)", err))
+    declared = load(sample.Path(), "expert").cfg.kv_bytes(23, 2, torch.float32)
+    assert sizes[0][2] == "" and sizes[0][1] == f"{declared / 2**20:.2f}"
+    assert sizes[1][2] == f" (declared: {declared / 2**20:.2f}; more tokens went on than its capacities let in)" and float(sizes[1][1]) > float(sizes[0][1])
+
+
 def test_a_lower_threshold_sends_more_tokens_on(go):
     depths = [float(re.search(r"mean depth (\S+)", go(start="def f", out_dir="out/expert", threshold=at).err)[1]) for at in (1, 0.5, 0)]
     assert depths[0] == 1 < depths[1] < depths[2] == 4
@@ -327,6 +340,7 @@ def test_a_lower_threshold_sends_more_tokens_on(go):
                                                    ("dense", 0.0, "has no expert-choice router"), ("expert", 2, "threshold=2"), ("expert", -1, "threshold=-1")])
 def test_a_threshold_that_means_nothing_is_refused(go, run, threshold, words):
     assert words in refusal(go, out_dir=f"out/{run}", threshold=threshold)
+    assert "chooses by lot" in refusal(sample.at_threshold, GPTConfig(router="expert", n_recur=2, router_choice="random"), threshold)
 
 
 # ----------------------------------------------------------------------------------------------------------------- trace

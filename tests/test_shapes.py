@@ -13,7 +13,7 @@ from tiny import loud, some_ids, tiny
 
 import model as model_py
 
-SHAPE = re.compile(r"_([ABTSCLMNnDGHKFVEPR1]+)$")
+SHAPE = re.compile(r"_([ABTSCLMNnDGHKFVEPQR1]+)$")
 # One Python number per row; and a table whose name happens to end in letters of the alphabet.
 LISTS = {"n_new_B", "length_B", "start_B", "stop_B", "last_B", "next_B", "n_A", "n_L", "n_new_A", "row_A", "start_A", "row_n", "NO_CACHES"}
 
@@ -71,13 +71,16 @@ def run_everything(keys, seen, found):
         for cache in ("full", *(model_py.FOLDS if cfg.compressible else ())):
             model.generate(prompts, 3, top_k=5, cache=cache)
         model.generate(some_ids(1, 5), 3)
+        for exit in () if cfg.n_recur == 1 or not cfg.any_depth or cfg.router == "token" else ("kl", "cdf")[: 1 + (cfg.loss == "every")]:
+            model.generate(prompts, 3, exit=exit, exit_threshold=0.3)
         model.generate(some_ids(2, 5), 3, use_cache=False, temperature=0)
         cache = model_py.make_cache(model, 2, 12)
         model.feed(some_ids(2, 5), cache, None, [5, 2], every=True)
 
 
 ROUTED = [dict(grt, router=router, kv=kv, **more) for grt in [dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1)] for kv in ("own", "share", "share_k")
-          for router, more in (("expert", {}), ("expert", dict(router_kind="mlp", update="gate")), ("expert", dict(router_choice="random")), ("token", {}))]
+          for router, more in (("expert", {}), ("expert", dict(router_kind="mlp", update="gate")), ("expert", dict(router_choice="random")), ("expert", dict(aux_router=True)),
+                             ("token", {}))]
 
 
 def names_in_model():
@@ -91,7 +94,8 @@ def names_in_model():
 def test_shape_suffixes_tell_the_truth():
     seen, found = set(), set()
     grt = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, update="gate", state_noise=0.1, gate_noise=0.1, n_ffn=40)
-    for keys in (grt, dict(grt, block="llama", n_kv_head=2), dict(n_recur=2, sharing="sequence"), dict(update="inject", fused_loss=True), *ROUTED):
+    for keys in (grt, dict(grt, block="llama", n_kv_head=2), dict(n_recur=2, sharing="sequence"), dict(update="inject", fused_loss=True),
+                 dict(grt, lora_rank=3), dict(update="inject", n_recur=2, state_init="random"), dict(grt, loss="every"), *ROUTED):
         run_everything(keys, seen, found)
     assert not found, "\n".join(sorted(found))
     assert names_in_model() - seen == LISTS, "names that were never looked at"

@@ -686,7 +686,9 @@ MODEL_KEYS = {
     "router_choice": ("random", dict(router="expert")), "aux_router": (True, dict(router="expert")), "router_z_loss": (1.0, dict(router="expert")),
     "router_balance": ("bias", dict(router="token", update="replace", depth_sampling="fixed")),
     "depth_sampling": ("fixed", {}), "min_depth": (4, {}), "loss": ("every", {}), "fused_loss": (True, {}), "state_noise": (0.5, {}), "gate_noise": (0.5, {}),
-    "gate_bias": (2.0, {}), "gate_temperature": (3.0, {}), "proj_init": ("identity", {}), "rope_theta": (100.0, dict(block="llama")), "norm_eps": (0.1, {})}
+    "gate_bias": (2.0, {}), "gate_temperature": (3.0, {}), "proj_init": ("identity", {}), "lora_rank": (2, {}), "state_init": ("random", {}), "state_std": (0.5, dict(state_init="random")),
+    "state_seed": (1, dict(state_init="random")), "poisson_mean": (9.0, dict(depth_sampling="poisson")), "bptt": (1, dict(depth_sampling="fixed")),
+    "exit_entropy": (1.0, dict(loss="every")), "sandwich_norm": (True, {}), "loop_norm": (True, {}), "rope_theta": (100.0, dict(block="llama")), "norm_eps": (0.1, {})}
 GRT = dict(vocab_size=64, block_size=32, n_embd=16, n_head=2, n_prelude=1, n_core=1, n_recur=4, n_coda=1, update="gate", gate_bias=0.0,
            depth_sampling="uniform", state_noise=0.1, gate_noise=0.1)
 
@@ -698,8 +700,10 @@ def portrait(**changes):
         torch.manual_seed(0)
         model, ids_BT = GPT(cfg), torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
         answer = model.eval()(ids_BT).logits.double().sum().item()
-        losses = [model.train()(ids_BT, ids_BT, seed=(seed, seed)).loss.item() for seed in range(2)]
-        return cfg.n_params(), cfg.block_size, answer, losses, model(ids_BT, ids_BT).logits is None
+        losses = [model.train()(ids_BT, ids_BT, seed=(seed, seed)).loss for seed in range(2)]
+        losses[0].backward()
+        slope = model.embed.weight.grad.double().abs().sum().item()
+        return cfg.n_params(), cfg.block_size, answer, [loss.item() for loss in losses], slope, model(ids_BT, ids_BT).logits is None
     except ValueError as error:
         return str(error)
 

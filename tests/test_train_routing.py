@@ -14,9 +14,10 @@ from test_train import NO_AUTOCAST, checkpoint, events, go, place, toy_split  # 
 from tiny import loud, some_ids, tiny
 from toy import make_config, refusal
 
+import eval as evaluation
 import train
 from model import GPT, param_groups
-from train import RouterTally, RouterWatch, at_edge, compile_parts, evaluate, extra_capacity, fixed_windows, step_gradients
+from train import RouterTally, RouterWatch, agreement, at_edge, compile_parts, evaluate, extra_capacity, fixed_windows, step_gradients
 
 LAYOUT = dict(n_prelude=1, n_core=1, n_recur=4, n_coda=1)
 CALM = dict(update="replace", depth_sampling="fixed", state_noise=0.0, gate_noise=0.0)
@@ -37,7 +38,7 @@ def test_a_step_counts_how_many_tokens_took_each_depth():
     model = GPT(tiny(**LAYOUT, router="expert")).train()
     batches = [(some_ids(2, 16, seed=i), some_ids(2, 16, seed=i)) for i in range(3)]
     seeds = [(i, i) for i in range(3)]
-    loss, load = step_gradients(model, batches, seeds, NO_AUTOCAST, n_recur=4)
+    loss, load = step_gradients(model, batches, seeds, NO_AUTOCAST, most=4)
     assert load.tolist() == [0, 24, 24, 24, 24]                      # capacities 16, 12, 8, 4 of 16: four leave at each step
     assert step_gradients(model, batches, seeds, NO_AUTOCAST) == (loss, None)
     assert train.mean_depth(load.tolist()) == 2.5 and train.max_vio(load.tolist()) == 0
@@ -132,7 +133,7 @@ def test_a_routed_run_that_is_broken_off_and_resumed_is_the_unbroken_one_bit_for
 # ---------------------------------------------------------------------------------------------------------- watching
 
 
-@pytest.mark.parametrize("keys", [dict(), dict(kv="share"), dict(aux_router=True), dict(capacity=[0.5, 0.5, 1.0, 0.25]), dict(threshold=0.97)], ids=str)
+@pytest.mark.parametrize("keys", [dict(), dict(kv="share"), dict(aux_router=True), dict(capacity=[1.0, 1.0, 0.5, 0.25]), dict(threshold=0.97)], ids=str)
 def test_a_watch_pairs_each_token_that_was_asked_with_what_it_did(keys):
     model, ids_BT = routed_loud(router="expert", **keys), some_ids(5, 20)
     shares, T, threshold = model.cfg.capacities, 20, model.cfg.threshold
@@ -224,9 +225,27 @@ def test_routing_numbers_are_those_of_the_windows_counted_by_hand(place, batch_s
     assert flat(tally.numbers(train.ALONE)) == pytest.approx(flat(wanted)) and 0 < wanted["dead_tokens"] < 1 and len(set(flat(wanted).values())) > 8
 
 
-def test_accuracy_is_one_half_for_a_router_that_says_the_same_to_all():
-    assert RouterTally.accuracy([0, 6, 0, 2]) == RouterTally.accuracy([6, 0, 2, 0]) == 0.5
-    assert RouterTally.accuracy([3, 1, 1, 3]) == 0.75 and RouterTally.accuracy([3, 1, 0, 0]) == 0.75       # nobody was chosen: of the others
+def test_accuracy_is_one_half_for_a_router_that_says_the_same_to_all_and_none_where_top_k_takes_all():
+    balanced = lambda *counts: agreement(torch.tensor(counts).view(2, 2))["balanced"]  # noqa: E731
+    assert balanced(0, 6, 0, 2) == balanced(6, 0, 2, 0) == 0.5 and balanced(3, 1, 1, 3) == 0.75
+    assert balanced(3, 1, 0, 0) is balanced(0, 0, 0, 7) is None
+    tally = RouterTally(routed_loud(router="expert", capacity=[1.0, 0.5, 0.5, 0.25]), "cpu")
+    tally.load += torch.tensor([0, 4, 0, 2, 2])
+    tally.said += torch.tensor([[[0, 0], [0, 0]], [[3, 1], [1, 3]], [[0, 0], [1, 3]], [[2, 0], [2, 0]]])           # at step 2 top-k took all who were left
+    numbers = tally.numbers(train.ALONE)
+    assert numbers["router_accuracy_at"] == {1: 0.75, 3: 0.5} and numbers["router_accuracy"] == 0.625
+
+
+def test_a_logit_at_the_threshold_counts_as_the_model_counts_it():
+    threshold = 0.001                                                 # where rounding parts the two ways of asking
+    logit_N = torch.tensor([train.as_logit(threshold)])
+    assert logit_N >= train.as_logit(threshold) and logit_N.sigmoid() < threshold
+    model, asked = routed_loud(router="expert", threshold=threshold), [None, (logit_N, torch.tensor([True]), None), None, None]
+    tally, other = RouterTally(model, "cpu"), evaluation.Tally(model.cfg, 1.0)
+    tally.watch.asked = lambda *args: asked
+    tally.look_topk(torch.ones(1, 32, dtype=torch.long), 1)
+    other.add(torch.zeros(1), torch.ones(1, 32), asked)
+    assert tally.said[1].tolist() == other.yes_counts[1].tolist() == [[0, 0], [0, 1]]
 
 
 def test_the_validation_loss_is_the_causal_one_and_top_k_stands_beside_it_with_its_label(go, capsys):
@@ -262,11 +281,23 @@ def test_token_choice_is_evaluated_once_at_full_depth_and_says_how_unbalanced_it
 def test_an_edge_is_a_step_that_takes_all_or_nobody_and_a_depth_that_has_all_or_nobody():
     expert, token = tiny(**LAYOUT, router="expert"), tiny(**LAYOUT, router="token")
     assert at_edge(expert, {"go_on": {1: 0.98, 2: 0.02, 3: 0.5}}) is None and at_edge(tiny(), {}) is None
-    assert "99.5% of the tokens asked take step 2 (a router that chooses: 1% to 99%), and its capacity is 0.5" in at_edge(expert, {"go_on": {1: 0.5, 2: 0.995}})
-    assert "0.0% of the tokens asked take step 3" in at_edge(expert, {"go_on": {1: 0.5, 3: 0.0}}) and "router_loss" in at_edge(expert, {"go_on": {1: 1.0}})
+    assert "99.5% of the tokens asked take step 2 (a router that chooses: 1 to 99%; its capacity: 66.7%)" in at_edge(expert, {"go_on": {1: 0.5, 2: 0.995}})
+    assert "0.0% of the tokens asked take step 3" in at_edge(expert, {"go_on": {1: 0.5, 3: 0.0}}) and "larger router_loss, aux_router=True" in at_edge(expert, {"go_on": {1: 1.0}})
     assert at_edge(token, {"depth_shares": {1: 0.97, 2: 0.01, 3: 0.01, 4: 0.01}}) is None
     assert "depth 2 has 0.05% of the tokens" in at_edge(token, {"depth_shares": {1: 0.5, 2: 0.0005, 3: 0.25, 4: 0.25}})
     assert "depth 1 has 99.50%" in at_edge(token, {"depth_shares": {1: 0.995, 2: 0.002, 3: 0.0015, 4: 0.0015}})
+
+
+def test_an_edge_is_measured_by_what_a_step_is_to_take_and_the_advice_is_what_is_not_on_yet():
+    stuck, even = {"go_on": {1: 0.5, 2: 1.0, 3: 0.002}}, {1: 0.995, 2: 0.002, 3: 0.0015, 4: 0.0015}
+    of = lambda **keys: at_edge(tiny(**LAYOUT, **{"router": "expert", **keys}), stuck)  # noqa: E731
+    assert of(capacity=[1.0, 0.5, 0.5, 0.005], block_size=1000) is None              # step 2 takes whoever is left, step 3 one in a hundred of them
+    assert "100.0% of the tokens asked take step 2" in of(capacity=[1.0, 0.5, 0.4, 0.3]) and "0.2% of the tokens asked take step 3" in of(capacity=[1.0, 0.5, 0.5, 0.2])
+    assert "0.0% of the tokens asked take step 2" in at_edge(tiny(**LAYOUT, router="expert", capacity=[1.0, 0.5, 0.5, 0.2]), {"go_on": {2: 0.0}})
+    assert of(router_choice="random") is None
+    assert "try a larger router_loss, or another threshold" in of(aux_router=True)
+    assert "try a larger router_bias_rate, or a smaller" in at_edge(tiny(**LAYOUT, router="token", router_balance="bias"), {"depth_shares": even})
+    assert "try a larger router_loss, router_balance='bias', or" in at_edge(tiny(**LAYOUT, router="token"), {"depth_shares": even})
 
 
 def test_three_evaluations_in_a_row_at_an_edge_are_said_and_a_resume_does_not_forget(go, capsys):
@@ -293,18 +324,20 @@ def test_one_evaluation_away_from_the_edge_begins_the_count_anew():
 
 
 def graphs(steps, ragged=False, warm=lambda model, i: None, **keys):
-    """How many graphs training makes, and how many evaluation adds."""
+    """How many graphs training makes, none of them broken off."""
     made = []
 
     def backend(graph, inputs):
         made.append(graph)
         return graph.forward
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     model = loud(tiny(**{**LAYOUT, "n_core": 2, **keys})).train()
     compile_parts(model, ragged=ragged, backend=backend, dynamic=False)
     for i in range(steps):
         warm(model, i)
         step_gradients(model, [(some_ids(4, 32, seed=i), some_ids(4, 32, seed=i + 1))], [(i, i)], NO_AUTOCAST)
+    assert not torch._dynamo.utils.counters["graph_break"]
     return len(made)
 
 
@@ -316,8 +349,9 @@ def test_expert_choice_training_makes_a_graph_for_each_capacity_and_no_more(keys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [dict(router="token"), dict(router="token", update="inject", block="llama")], ids=str)
-def test_token_choice_training_makes_few_graphs_whatever_the_numbers_of_tokens(keys):
+@pytest.mark.parametrize("keys", [dict(router="token", kv="share"), dict(router="token", update="inject", block="llama"),
+                                  dict(router="token", kv="share_k", n_kv_head=2)], ids=str)
+def test_token_choice_training_makes_few_whole_graphs_whatever_the_numbers_of_tokens(keys):
     assert graphs(20, ragged=True, **keys) <= 6
     assert graphs(4, ragged=False, **keys) > 6                        # what would become of it otherwise
 
@@ -352,7 +386,7 @@ def test_a_step_computed_again_chooses_the_same_tokens(keys):
         model = loud(tiny(**LAYOUT, dropout=0.1, state_noise=0.1, **keys)).train()
         if lean:
             train.checkpoint_activations(model)
-        loss, load = step_gradients(model, [(ids_BT, ids_BT)], [(1, 1)], NO_AUTOCAST, n_recur=4)
+        loss, load = step_gradients(model, [(ids_BT, ids_BT)], [(1, 1)], NO_AUTOCAST, most=4)
         grads.append((loss, load, [p.grad for p in model.parameters()]))
     assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
     for a, b in zip(grads[0][2], grads[1][2]):
@@ -371,6 +405,11 @@ def test_the_start_page_says_who_routes_how_many_and_what_it_costs(go, capsys):
     go(**BIASED, max_iters=0, router_z_loss=0.5, out_dir="out/token")
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("router "))
     assert "token-choice: linear router, score softmax, depths 1..4, balanced by a bias, rate 0.05; kv=own" in line and "z 0.5" in line
+    go(**EXPERT, router_choice="random", max_iters=0, out_dir="out/lot")
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("router "))
+    assert "a lot by position and step decides, in training and outside; kv=own; losses: router 0, z 0" in line and "threshold" not in line
+    go(**EXPERT, capacity=[1.0] * 4, max_iters=0, out_dir="out/everyone")
+    assert "go on" not in capsys.readouterr().out                     # no step has a choice
     go(max_iters=0, out_dir="out/plain")
     assert not re.search("^router ", capsys.readouterr().out, re.M)
 
@@ -391,6 +430,9 @@ def test_a_run_starts_from_routed_weights_whose_tensors_fit_and_names_the_key_of
     go(**CALM, max_iters=1, init_from=plain, n_recur=3, out_dir="out/shallower")                    # without routers any depth fits
     with_aux = go(**AUX, max_iters=1, out_dir="out/aux")
     assert "capacity is None there" in refusal(go, **AUX, init_from=with_aux, capacity=[1.0, 1.0, 0.5, 0.5], out_dir="out/aux other")
+    spelt = dict(capacity=[1.0, 0.75, 0.5, 0.25], n_kv_head=2, n_ffn=64, router_width=32)             # what None means here
+    go(**AUX, **spelt, max_iters=1, init_from=with_aux, out_dir="out/spelt")
+    assert "n_ffn is None there and 32 here" in refusal(go, **{**AUX, "n_ffn": 32}, init_from=with_aux, out_dir="out/aux other")
 
 
 def test_an_evaluation_of_an_expert_choice_model_is_estimated_with_its_top_k_pass(monkeypatch):

@@ -1,0 +1,18 @@
+"""GRT's components, rung 4: + state noise, 1+1x4+1."""
+n_prelude = 1               # 1 + 1 x 4 + 1: six blocks executed, three owned
+n_core = 1                  # one block is the whole loop
+n_recur = 4                 # see n_prelude
+n_coda = 1                  # see n_prelude
+state_noise = 0.02          # as large as the embeddings are at the start (grt_tiny)
+depth_sampling = "uniform"  # as in all recurrent rungs: 1 to n_recur, one draw per micro-batch
+block = "llama"             # as grt_tiny, like all that follows
+n_embd = 128
+n_head = 4
+block_size = 256
+batch_size = 8              # 2,048 tokens per step
+max_iters = 1200            # 2.5M tokens: four to six minutes of one core
+learning_rate = 2e-3
+warmup_iters = 100
+eval_interval = 400         # a checkpoint to go on from at every third of the run
+eval_tokens = 65536         # 256 windows, the same for all
+log_interval = 50

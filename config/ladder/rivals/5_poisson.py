@@ -1,0 +1,20 @@
+"""GRT and its rivals at six executed blocks, the fifth: heavy-tail Poisson depth after Huginn, 1+1x4+1."""
+n_prelude = 1               # 1 + 1 x 4 + 1: six blocks executed, three owned
+n_core = 1                  # one block is the whole loop
+n_recur = 4                 # see n_prelude
+n_coda = 1                  # see n_prelude
+update = "inject"           # every step reads the text again: the first state knows nothing of it
+state_init = "random"       # noise, as wide as the embeddings at the start (state_std: its default)
+depth_sampling = "poisson"  # log-normal Poisson, 4 steps on average (poisson_mean: its default) and now and then many more
+bptt = 8                    # gradients go back through the last eight steps alone
+block = "llama"             # as grt_tiny, like all that follows
+n_embd = 128
+n_head = 4
+block_size = 256
+batch_size = 8              # 2,048 tokens per step
+max_iters = 1200            # 2.5M tokens: four to six minutes of one core
+learning_rate = 2e-3
+warmup_iters = 100
+eval_interval = 400         # a checkpoint to go on from at every third of the run
+eval_tokens = 65536         # 256 windows, the same for all
+log_interval = 50
