@@ -20,7 +20,7 @@ import sample
 import train
 from train import Marks, Rows, Split, evaluate, fixed_windows, get_batch, open_split
 
-SIZE = 60_000                                                         # tokens of a set: quick to make, and a few dozen validation rows
+SIZE = 24_000                                                         # tokens of a set: quick to make, and a few dozen validation rows
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_the_baselines_of_a_task_are_guesses_learned_in_training(place, name):
     train_pairs, val_pairs = ([(text[i], answer) for text, answers in rows_of(place / "data", name, split) for i, answer in enumerate(answers)
                                if answer != " "] for split in prepare.SPLITS)
     meta, commonest = prepare.load_meta(place / "data", name), Counter(answer for _, answer in train_pairs).most_common(1)[0][0]
-    after = {token: Counter(answer for t, answer in train_pairs if t == token).most_common(1)[0][0] for token, _ in train_pairs}
+    after = {token: Counter(answer for t, answer in train_pairs if t == token).most_common(1)[0][0] for token in dict(train_pairs)}
     assert meta["val"]["answers"] == len(val_pairs)
     assert meta["baselines"]["commonest"] == pytest.approx(sum(answer == commonest for _, answer in val_pairs) / len(val_pairs))
     assert meta["baselines"]["by token"] == pytest.approx(sum(answer == after[token] for token, answer in val_pairs) / len(val_pairs))
@@ -153,8 +153,8 @@ def test_batches_of_a_task_are_whole_rows_and_evaluation_takes_some_of_every_gro
     split = opened(place)
     ids_BT, _ = get_batch(opened(place, split="train"), 50, seed=1)
     assert all(chr(first) in "1234" for first in ids_BT[:, 0].tolist())
-    few = fixed_windows(split, 20 * prepare.ROW)
-    assert len(few) == 20 and set(split.group_of(few).tolist()) == {0, 1, 2, 3}
+    few = fixed_windows(split, 12 * prepare.ROW)
+    assert len(few) == 12 and set(split.group_of(few).tolist()) == {0, 1, 2, 3}
     assert split.group_of(range(split.n_windows)).bincount().tolist() == list(split.groups.values())
     assert list(split.consecutive()) == list(range(split.n_windows))
 
@@ -198,7 +198,7 @@ def test_who_knows_all_answers_of_a_task_is_always_right(place):
 def test_a_run_on_a_task_tells_right_answers_and_no_bits(go, capsys):
     folder = go(eval_tokens=SIZE, sample_tokens=1)
     out = capsys.readouterr().out
-    assert "block_size     = 48           fits phop" in out and "bits/byte" not in out and "share of the validation answers right" in out
+    assert f"block_size     = {prepare.ROW}           fits phop" in out and "bits/byte" not in out and "share of the validation answers right" in out
     last = [json.loads(line) for line in (folder / "log.jsonl").read_text("utf-8").splitlines()][-1]
     assert last["event"] == "eval" and "bits_per_byte" not in last and [*last["accuracy_by_depth"]] == ["1", "2", "4"]
     assert last["accuracy"] == last["accuracy_by_depth"]["4"] and [*last["accuracy_by_group"]] == ["1 hop", "2 hops", "3 hops", "4 hops"]
@@ -207,8 +207,8 @@ def test_a_run_on_a_task_tells_right_answers_and_no_bits(go, capsys):
     texts, answers, wrong = ([line[8:] for line in shown[k::3]] for k in range(3))
     right = dict(rows_of(Path("data"), "phop", "val"))
     for text, said, marks in zip(texts, answers, wrong):
-        asked = right[text].ljust(48)
-        assert [i for i, c in enumerate(marks) if c == "^"] == [i for i in range(48) if asked[i] != said.ljust(48)[i]]
+        asked, said = right[text].ljust(prepare.ROW), said.ljust(prepare.ROW)
+        assert [i for i, c in enumerate(marks) if c == "^"] == [i for i in range(prepare.ROW) if asked[i] != said[i]]
     assert len(texts) == 4
 
     train.main([str(folder / "config.py"), "--init_from=resume", f"--out_dir={folder}", "--max_iters=5", "--sample_tokens=0"])
@@ -227,9 +227,9 @@ def test_eval_answers_are_those_of_training_at_every_depth_and_by_group(go, caps
     assert {str(d): pytest.approx(at[d]["accuracy"]) for d in (1, 2, 4)} == last["accuracy_by_depth"]
     assert at[4]["accuracy_by_group"] == pytest.approx(last["accuracy_by_group"]) and max(at) == 8
     assert [p["depth"] for p in record["compare"][0]["points"]] == [0, 0.5, 1] and lines[1].split()[3:5] == ["all", "1"]
-    evaluation.main([f"--out_dir={folder}", f"--eval_tokens={SIZE}"])
+    evaluation.main([f"--out_dir={folder}", f"--eval_tokens={SIZE // 10}", "--exit_tokens=0"])
     out = capsys.readouterr().out
-    assert {*json.loads(out.splitlines()[-1])["parts"]} == {"loss", "depth", "answers"} and "nan" not in out.lower().replace('"nan"', "")
+    assert {*json.loads(out.splitlines()[-1])["parts"]} >= {"loss", "depth", "answers"} and "nan" not in out.lower().replace('"nan"', "")
 
 
 def test_sampling_answers_the_prompt_of_a_task(go, capsysbinary):
@@ -258,8 +258,8 @@ def test_mistakes_about_a_task_are_one_line(place, tmp_path, monkeypatch):
     assert make("stdlib", hops=3) == "hops=3 means nothing to stdlib; it belongs to phop"
     assert "belongs to phop and addition" in make("stdlib", seed=3) and "digits=3 means nothing to phop" in make(digits=3)
     assert make(seed=-1) == "seed=-1 is negative; choose 0 or more" and "single characters" in make(tokenizer="gpt2")
-    assert "no val row of 1 hop; give more max_tokens" in make(max_tokens=500) and not list(tmp_path.glob("phop*"))
-    assert refusal(opened, place, block_size=40) == "block_size=40 is shorter than a row of phop; use --block_size=48"
+    assert "; give more max_tokens, or a val_fraction nearer" in make(max_tokens=500) and not list(tmp_path.glob("phop*"))
+    assert refusal(opened, place, block_size=20) == f"block_size=20 is shorter than a row of phop; use --block_size={prepare.ROW}"
     assert "python prepare.py phop;" in refusal(prepare.load_meta, tmp_path, "phop")
 
 
