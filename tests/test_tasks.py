@@ -183,13 +183,16 @@ def test_the_loss_of_a_task_is_the_mean_over_answers_and_accuracy_counts_them_by
             assert by_group[name] == pytest.approx((hits[rows].sum() / asked[rows].sum()).item()), name
 
 
-def test_who_knows_all_answers_of_a_task_is_always_right(place):
+def test_who_knows_all_answers_of_a_task_is_always_right_and_the_last_depth_speaks_for_a_run(place):
     split = opened(place, "addition")
-    marks, starts = Marks(split, [1]), torch.arange(split.n_windows)
+    marks, starts = Marks(split, [1, 2]), torch.arange(split.n_windows)
     _, targets_BT = split.batch(starts)
-    marks(1, starts, F.one_hot(targets_BT.clamp(min=0), 320), targets_BT)
-    assert marks.shares() == [(1.0, dict.fromkeys(split.groups, 1.0))] and int(marks.asked.sum()) == prepare.load_meta(
-        place / "data", "addition")["val"]["answers"]
+    marks(1, starts, F.one_hot(targets_BT.clamp(min=0) + 1, 320), targets_BT)           # never right
+    marks(2, starts, F.one_hot(targets_BT.clamp(min=0), 320), targets_BT)
+    assert marks.shares()[1] == (1.0, dict.fromkeys(split.groups, 1.0))
+    assert marks.asked.sum(1).tolist() == [prepare.load_meta(place / "data", "addition")["val"]["answers"]] * 2
+    told = train.answer_numbers(marks, train.ALONE)
+    assert told == {"accuracy": 1.0, "accuracy_by_group": dict.fromkeys(split.groups, 1.0), "accuracy_by_depth": {1: 0.0, 2: 1.0}}
 
 
 # ---- a run
