@@ -511,7 +511,7 @@ def report_exit(runs, s):
     number = lambda p, name, form: f"{p[name]:{form}}" if p.get(name) is not None else "-"
     show(("run", "rule", "threshold", "mean depth", "MFLOP/token", "nats/token", "bits/byte", "ms/token", "at depth"),
          [(run.name, p["rule"] or "none", number(p, "threshold", "g"), f"{p['mean_depth']:.3f}",
-           "-" if p["flops_per_token"] is None else f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", f"{p['bits_per_byte']:.4f}",
+           "-" if p["flops_per_token"] is None else f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", show_bits(p),
            number(p, "ms_per_token", ".3f"), number(p, "timed_depth", ".3f")) for run, n in measured for p in n["points"]])
     for run, n in measured:
         if not n["points"]:
@@ -776,7 +776,7 @@ def show_choices(measured):
         causal = "token-choice" if n["router"] == "token" else "causal, by lot" if n["threshold"] is None else f"causal, threshold {n['threshold']:g}"
         for name, way in [(causal, n)] + [(name, n[key]) for name, key in ((TOPK, "topk"), (LOT, "lot")) if key in n]:
             d = way.get("minus_causal")
-            rows.append((run.name, name, f"{way['nats_per_token']:.4f}", show_interval(way["interval"], ".4f"), f"{way['bits_per_byte']:.4f}",
+            rows.append((run.name, name, f"{way['nats_per_token']:.4f}", show_interval(way["interval"], ".4f"), show_bits(way),
                          f"{way['mean_depth']:.3f}", f"{way['flops_per_token'] / 1e6:,.3f}",
                          *((f"{d['value']:+.4f}", show_interval(d["interval"], "+.4f")) if d else ("-", "-"))))
     head = ("run", "who goes on", "nats/token", "95% interval", "bits/byte", "mean depth", "MFLOP/token", "minus causal", "95% interval")

@@ -1669,7 +1669,8 @@ class ByKL(Exit):
         last, self.log_p_BTV = self.log_p_BTV, log_p_ACV if self.log_p_BTV is None else who.put(self.log_p_BTV, log_p_ACV)
         if last is None:
             return torch.zeros_like(log_p_ACV[..., 0], dtype=torch.bool)
-        return (log_p_ACV.exp() * (log_p_ACV - who.take(last))).sum(-1) < self.threshold
+        kl_AC = (log_p_ACV.exp() * (log_p_ACV - who.take(last))).sum(-1).clamp(min=0)              # rounding may take it below
+        return kl_AC < self.threshold
 
     @staticmethod
     def flops(cfg):
@@ -1765,6 +1766,8 @@ class GPT(nn.Module):
             raise ValueError(f"{ids_BT.size(1)} tokens given; this model takes 1 to block_size={self.cfg.block_size}")
         if routing not in (None, "topk", "causal"):
             raise ValueError(f"routing={routing!r} is not one of None, 'topk', 'causal'")
+        if exit is not None and routing == "topk":
+            raise ValueError(f"exit={exit!r} does not go with routing='topk', which counts on all who took a step; use 'causal'")
         exit_threshold, noise, kind = self.check_exit(exit, exit_threshold), Silence(), "last"
         if self.training:
             kind = self.cfg.loss if targets_BT is not None else "last"

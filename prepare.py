@@ -422,7 +422,7 @@ def packed(text, answers):
     n_each = ROW // text.shape[1]
     n = len(text) // n_each
     rows = np.full((n, ROW), ord(";"))
-    rows[:, : n_each * text.shape[1]] = (text + 256 * answers)[: n * n_each].reshape(n, -1)
+    rows[:, : n_each * text.shape[1]] = (text + 256 * answers)[: n * n_each].reshape(n, n_each * text.shape[1])
     return rows.astype("<u2")
 
 
