@@ -506,6 +506,10 @@ MUTANTS = {
         "log_p_ACV.exp() * (log_p_ACV - who.take(last))",
         "who.take(last).exp() * (who.take(last) - log_p_ACV)",
         "test_exit::test_exit_by_kl_compares_the_predictions_of_a_step_and_of_the_one_before"),
+    "rounding takes a score below zero": (
+        "(log_p_ACV - who.take(last))).sum(-1).clamp(min=0)",
+        "(log_p_ACV - who.take(last))).sum(-1)",
+        "test_exit::test_an_exit_threshold_of_zero_keeps_even_a_state_at_rest"),
     "the exit gate's chances are not added up": (
         "log_stay_AC1 = log_stay_AC1 + who.take(self.log_stay_BT1)",
         "pass",
