@@ -466,8 +466,8 @@ def time_exits(run, starts, points, n_tokens):
     ids_1T, took = run.split.batch([int(starts[0])], run.device)[0][:, : n + 1], [[] for _ in points]
     for repeat in range(-1, REPEATS):                         # the first round warms up
         for point, ms in zip(points, took):
-            cache, steps = make_cache(run.model, 1, n + 1, exit=point["rule"]), 0
             with run.autocast:
+                cache, steps = make_cache(run.model, 1, n + 1, exit=point["rule"]), 0
                 run.model.feed(ids_1T[:, :1], cache, exit=point["rule"], exit_threshold=point["threshold"])
                 start = clock(run.device)
                 for i in range(1, n + 1):

@@ -50,7 +50,8 @@ def go(place, tmp_path, monkeypatch, capsys):
     """go(*words, **flags) -> (stdout's lines without the last, the record in the last, stderr), in a copy of `place`; no picture."""
     shutil.copytree(place, tmp_path / "eval")
     monkeypatch.chdir(tmp_path / "eval")
-    monkeypatch.setattr(evaluation, "draw", lambda measured: None)
+    for draw in ("draw", "draw_exit"):
+        monkeypatch.setattr(evaluation, draw, lambda measured: None)
 
     def go(*words, **changes):
         capsys.readouterr()
@@ -391,7 +392,7 @@ def test_earlier_parts_stay_while_the_checkpoint_is_the_same(go):
 
 def test_all_parts_run_for_the_newest_run_when_nothing_is_said(go):
     record = go()[1]
-    assert record["folder"] == "out/gated" and list(record["parts"]) == [name for name in evaluation.PARTS if name != "router"] == ["loss", "depth"]
+    assert record["folder"] == "out/gated" and list(record["parts"]) == [name for name in evaluation.PARTS if name not in ("router", "answers")] == ["loss", "depth", "exit"]
     assert list(go("depth", "loss", "depth")[1]["parts"]) == ["depth", "loss"]
 
 
@@ -400,7 +401,7 @@ def test_a_mistake_is_one_line(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "eval")
     said = lambda *argv: refusal(evaluation.main, list(argv))  # noqa: E731
     assert "no part 'dept', did you mean 'depth'?" in said("dept")
-    assert "no part 'xyz'; its parts are loss, depth, router" in said("xyz")
+    assert "no part 'xyz'; its parts are loss, depth, exit, router, answers" in said("xyz")
     assert "a run is --out_dir=out/gated" in said("out/gated")
     assert "eval_tokens=0 is out of range" in said("--eval_tokens=0") and "batch_size=0" in said("--batch_size=0")
     Path("out/empty").mkdir()
@@ -424,12 +425,12 @@ def test_a_mistake_is_one_line(place, tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_costs_no_result(go, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(evaluation, "draw", DRAW)
-    for name in ("eval.json", "depth.png"):
+    for name in ("eval.json", "depth.png", "exit.png"):
         Path(f"out/gated/{name}.tmp").mkdir()                            # write_whole's place
     evaluation.main(["--device=cpu"])
     out, err = capsys.readouterr()
-    assert list(json.loads(out.splitlines()[-1])["parts"]) == ["loss", "depth"]
-    assert err.count("no picture: could not save") == 1 and err.count("note: could not save out/gated/eval.json") == 1
+    assert list(json.loads(out.splitlines()[-1])["parts"]) == ["loss", "depth", "exit"]
+    assert err.count("no picture: could not save") == 2 and err.count("note: could not save out/gated/eval.json") == 1
 
 
 def test_a_kept_checkpoint_is_measured_by_its_own_name(go, capsys):

@@ -237,7 +237,7 @@ def test_a_compressed_cache_is_used_and_its_size_told(go, place, cache):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_size_that_is_told_is_that_of_the_keys_as_they_are(go, monkeypatch, dtype):
     asked = []
-    monkeypatch.setattr(GPTConfig, "kv_bytes", lambda cfg, n, rows, dtype, cache, depth: asked.append((n, rows, dtype, cache, depth)) or 3 * 2**20)
+    monkeypatch.setattr(GPTConfig, "kv_bytes", lambda cfg, n, rows, dtype, cache, depth, exit: asked.append((n, rows, dtype, cache, depth)) or 3 * 2**20)
     assert "cache mean: 3.00 MiB for 2 rows of 11 tokens" in go(start="abcd", num_samples=2, cache="mean", dtype=dtype, recursions=3).err
     assert asked == [(11, 2, getattr(torch, dtype), "mean", 3)]                 # the last token is never fed
 
