@@ -26,7 +26,7 @@ from eval import batches, bootstrap, difference, exit_depths, features_at, inter
 from model import GPT, Recursion
 from train import Split
 
-DRAW = evaluation.draw
+DRAW, DRAW_EXIT = evaluation.draw, evaluation.draw_exit
 
 
 @pytest.fixture(scope="module")
@@ -425,6 +425,7 @@ def test_a_mistake_is_one_line(place, tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_costs_no_result(go, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(evaluation, "draw", DRAW)
+    monkeypatch.setattr(evaluation, "draw_exit", DRAW_EXIT)
     for name in ("eval.json", "depth.png", "exit.png"):
         Path(f"out/gated/{name}.tmp").mkdir()                            # write_whole's place
     evaluation.main(["--device=cpu"])
