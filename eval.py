@@ -146,7 +146,7 @@ def features_at(model, ids_BT, depths, routing="causal"):
             else:
                 h_BTD, who = model.recursion.step(h_BTD, anchor, who, i, noise, cache, watch)
         done = wanted
-        yield watch.features(h_BTD)
+        yield watch.features(h_BTD, who)
 
 
 def row_nats(model, x_BTD, targets_BT):
@@ -437,7 +437,7 @@ def exit_pass(model, ids_BT, rule, threshold):
     e_BTD, outer = model.start(ids_BT, cache)
     watch = EXITS[rule](model, outer, cache, threshold)
     h_BTD, who = model.recursion(e_BTD, outer, model.cfg.n_recur, Silence(), cache, watch)
-    return watch.features(h_BTD), steps_taken(who, ids_BT)
+    return watch.features(h_BTD, who), steps_taken(who, ids_BT)
 
 
 @torch.no_grad()
@@ -621,7 +621,7 @@ def routed_pass(model, ids_BT, choose, threshold):
         end = AtEnd(model, outer, cache)
         h_BTD, who = model.recursion(e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache, end)
     depth_BT = steps_taken(who, ids_BT)
-    return end.features(h_BTD), depth_BT, watch.asked(depth_BT)
+    return end.features(h_BTD, who), depth_BT, watch.asked(depth_BT)
 
 
 class Tally:

@@ -992,6 +992,7 @@ class Who(NamedTuple):
     score_BT1: torch.Tensor | None = None
     e_BTD: torch.Tensor | None = None
     losses: dict = {}                          # the router's own terms, by name
+    states: tuple = ()                         # loss=every: the state after each step
 
     def take(self, x):
         """Of x (B, T, any width) what belongs to the chosen, (A, C, width)."""
@@ -1623,8 +1624,8 @@ class AtEnd:
         """After `step` steps: who still goes on."""
         return who
 
-    def features(self, h_BTD, pick=slice(None)):
-        """(B, T, D), or those that `pick` indexes."""
+    def features(self, h_BTD, who, pick=slice(None)):
+        """After the loop: what the head reads, (B, T, D), or those that `pick` indexes."""
         return self.model.finish(h_BTD, self.outer, self.cache.coda_seat, pick)
 
 
@@ -1636,14 +1637,12 @@ class AtEvery(AtEnd):
         super().__init__(model, outer, cache)
         again = len(model.coda) and torch.is_grad_enabled()
         self.finish = functools.partial(checkpoint, model.finish, use_reentrant=False) if again else model.finish
-        self.x = {}
 
     def look(self, h_BTD, who, step):
-        self.x[step] = self.finish(h_BTD, self.outer, self.cache.coda_seat)     # by step: one that is computed again overwrites
-        return who
+        return who._replace(states=(*who.states, h_BTD))      # with who, so that they leave the loop where its gradients come in
 
-    def features(self, h_BTD):
-        return torch.stack(list(self.x.values()) or [super().features(h_BTD)])
+    def features(self, h_BTD, who):
+        return torch.stack([self.finish(x_BTD, self.outer, self.cache.coda_seat) for x_BTD in who.states or (h_BTD,)])
 
 
 class Exit(AtEnd):
@@ -1656,9 +1655,9 @@ class Exit(AtEnd):
         self.x_BTD = x_ACD if self.x_BTD is None else who.put(self.x_BTD, x_ACD)
         return who.pick(compact(~self.leaves(x_ACD, who), who.real_AC), *h_BTD.shape[:2])
 
-    def features(self, h_BTD, pick=slice(None)):
+    def features(self, h_BTD, who, pick=slice(None)):
         self.cache.close()
-        return super().features(h_BTD, pick) if self.x_BTD is None else self.x_BTD[pick]
+        return super().features(h_BTD, who, pick) if self.x_BTD is None else self.x_BTD[pick]
 
 
 class ByKL(Exit):
@@ -1670,7 +1669,8 @@ class ByKL(Exit):
         last, self.log_p_BTV = self.log_p_BTV, log_p_ACV if self.log_p_BTV is None else who.put(self.log_p_BTV, log_p_ACV)
         if last is None:
             return torch.zeros_like(log_p_ACV[..., 0], dtype=torch.bool)
-        return (log_p_ACV.exp() * (log_p_ACV - who.take(last))).sum(-1) < self.threshold
+        kl_AC = (log_p_ACV.exp() * (log_p_ACV - who.take(last))).sum(-1).clamp(min=0)              # rounding may take it below
+        return kl_AC < self.threshold
 
     @staticmethod
     def flops(cfg):
@@ -1766,6 +1766,8 @@ class GPT(nn.Module):
             raise ValueError(f"{ids_BT.size(1)} tokens given; this model takes 1 to block_size={self.cfg.block_size}")
         if routing not in (None, "topk", "causal"):
             raise ValueError(f"routing={routing!r} is not one of None, 'topk', 'causal'")
+        if exit is not None and routing == "topk":
+            raise ValueError(f"exit={exit!r} does not go with routing='topk', which counts on all who took a step; use 'causal'")
         exit_threshold, noise, kind = self.check_exit(exit, exit_threshold), Silence(), "last"
         if self.training:
             kind = self.cfg.loss if targets_BT is not None else "last"
@@ -1776,7 +1778,7 @@ class GPT(nn.Module):
         e_BTD, outer = self.start(ids_BT, cache, routing=routing or ("topk" if self.training else "causal"))
         watch = WATCHES[kind](self, outer, cache) if exit is None else EXITS[exit](self, outer, cache, exit_threshold)
         h_BTD, who = self.recursion(e_BTD, outer, depth, noise, cache, watch)
-        x = watch.features(h_BTD)                                                # loss=every: of every step
+        x = watch.features(h_BTD, who)                                                # loss=every: of every step
         logits_BTV = None if self.cfg.fused_loss and targets_BT is not None else self.head(x if x.dim() == 3 else x[-1])
         loss, losses = None, {}
         if targets_BT is not None:
@@ -1806,7 +1808,7 @@ class GPT(nn.Module):
         watch = EXITS[exit](self, outer, cache, exit_threshold)
         h_BTD, who = self.recursion(e_BTD, outer, depth, Silence(), cache, watch)
         cache.taken_BT = steps_taken(who, ids_BT)
-        return self.head(watch.features(h_BTD, pick))
+        return self.head(watch.features(h_BTD, who, pick))
 
     def check_depth(self, depth):
         """`depth` as an int this model can run (None: n_recur), or ValueError."""

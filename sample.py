@@ -309,6 +309,8 @@ def main(argv):
         f"{depth_meaning(model.cfg, s.recursions)}; {device} {dtype}")
     if s.color and model.cfg.n_recur == 1:
         raise UserError(f"--color=True: this model ({model.cfg.layout}) has no recursion, so all tokens take the same step; leave the flag out")
+    if s.exit and s.trace is not None:
+        raise UserError(f"--exit={s.exit} goes with sampling; --trace shows every depth, so leave one of the two out")
     try:
         model.cfg = at_threshold(model.cfg, s.threshold)
         depth = model.check_depth(s.recursions)

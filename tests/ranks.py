@@ -27,6 +27,8 @@ SHORT = dict(WILD, max_iters=5, lr_decay_iters=20)
 STEADY = dict(CALM, max_iters=4, eval_interval=2, eval_tokens=160, update="replace")                # 5 windows: they do not go in two
 AUX = dict(STEADY, router="expert", aux_router=True, aux_router_lr_scale=3.0, capacity_warmup_iters=3)
 BIASED = dict(STEADY, router="token", router_balance="bias", router_bias_rate=0.02)
+RIVALS = {"poisson": dict(SHORT, depth_sampling="poisson", state_init="random", bptt=2), "ouro": dict(SHORT, loss="every", loop_norm=True),
+          "lora": dict(SHORT, lora_rank=2)}
 RUNS = {
     "ddp": dict(CALM), "fsdp": dict(CALM, parallel="fsdp"),
     "ddp half": dict(CALM, max_iters=5, lr_decay_iters=10), "fsdp half": dict(CALM, max_iters=5, lr_decay_iters=10, parallel="fsdp"),
@@ -38,6 +40,7 @@ RUNS = {
     "routed ddp": dict(SHORT, router="expert"), "routed fsdp": dict(SHORT, router="expert", kv="share", update="replace", parallel="fsdp"),
     "aux ddp": dict(AUX), "aux fsdp": dict(AUX, parallel="fsdp", checkpoint_activations=True),
     "biased ddp": dict(BIASED, checkpoint_activations=True), "biased fsdp": dict(BIASED, parallel="fsdp"),
+    **{f"{name} {parallel}": dict(keys, parallel=parallel, checkpoint_activations=parallel == "fsdp") for name, keys in RIVALS.items() for parallel in ("ddp", "fsdp")},
     "uneven": dict(CALM, max_iters=2), "default set": dict(CALM, max_iters=1, dataset="stdlib"),
 }
 

@@ -15,16 +15,20 @@ import torch
 
 class Sequence:
     """One row of text. cfg: a GPTConfig. weights: a state dict. state_noise(step, position) is the vector eps_x added to
-    what a step reads, gate_noise(step, position) the number eps_g added to the gate's logit."""
+    what a step reads, gate_noise(step, position) the number eps_g added to the gate's logit, first_state(position) the vector
+    that state_init="random" begins with: the draw is given, not made here. exit: kl or cdf, with its threshold."""
 
-    def __init__(self, cfg, weights, depth=None, state_noise=None, gate_noise=None):
+    def __init__(self, cfg, weights, depth=None, state_noise=None, gate_noise=None, first_state=None, exit=None, exit_threshold=None):
         self.cfg, self.weights = cfg, weights
         self.depth = cfg.n_recur if depth is None else depth
         self.state_noise = state_noise or (lambda step, position: 0.0)
         self.gate_noise = gate_noise or (lambda step, position: 0.0)
+        self.first_state, self.exit, self.exit_threshold = first_state, exit, exit_threshold
         self.memory = {}            # place -> list of (k, v), one per token seen; k and v are lists of head vectors
         self.how = "full"           # the decode cache
         self.n_seen = 0
+        self.all_taken = []         # steps that each token has taken
+        self.at = None              # (step, j) inside the core
 
     # ---- one token from the bottom to the top
 
@@ -36,8 +40,11 @@ class Sequence:
         for i in range(cfg.n_prelude):
             h = self.block(f"prelude.{i}", ("prelude", i), h, position)
         e = h                                                                    # the anchor
+        if cfg.state_init == "random":
+            h = self.first_state(position)
         entries = {}                                                             # this token's (k, v) by step and block
         self.taken = 0                                                           # steps that this token has taken
+        self.logits, self.lambdas = [], []                                       # after each of them, where they are asked for
         for step in range(self.depth):
             if not self.goes_on(step, h, e, position):
                 break
@@ -45,23 +52,38 @@ class Sequence:
             for j in range(cfg.n_core):
                 x = self.core_block(step, j, x, position, entries)
             h = self.take_up(step, h, x, e, self.write(h, x, e, self.gate_noise(step, position)))
+            if cfg.loop_norm:
+                h = self.norm("recursion.norm", h)
             self.taken += 1
+            if self.exit and self.leaves(self.features(h, position, step)):
+                break
         if self.how != "full":
             for j in range(cfg.n_core):
-                self.memory[j].append(fold([entries[step, j] for step in range(self.depth)], self.how))
-        for i in range(cfg.n_coda):
-            h = self.block(f"coda.{i}", ("coda", i), h, position)
+                self.memory[j].append(fold([entries[step, j] for step in range(self.taken)], self.how))
+        if self.exit:
+            self.stay_behind()
         self.n_seen += 1
-        return self.weights["embed.weight"] @ self.norm("norm", h)               # tied head
+        self.all_taken.append(self.taken)
+        return self.logits[-1] if self.logits else self.head(self.features(h, position, 0))
+
+    def features(self, h, position, step):
+        """What the head reads of a state. With early exit the coda runs after every step, each time in a place of its own."""
+        for i in range(self.cfg.n_coda):
+            h = self.block(f"coda.{i}", (f"coda after {step}", i), h, position)
+        return h if self.cfg.loop_norm and not self.cfg.n_coda else self.norm("norm", h)
+
+    def head(self, x):
+        return self.weights["embed.weight"] @ x                                  # tied
 
     def core_block(self, step, j, x, position, entries):
-        name = f"recursion.core.{self.which_block(step, j)}"
+        name, self.at = f"recursion.core.{self.which_block(step, j)}", (step, j)
         if self.how == "full":
-            return self.block(name, (step, j), x, position)
-        # Compressed: this step sees one entry per past token, and the token's own K and V of this very step.
-        self.memory["now"] = list(self.memory[j])
-        x = self.block(name, "now", x, position)
-        entries[step, j] = self.memory["now"][-1]
+            x = self.block(name, (step, j), x, position)
+        else:    # Compressed: this step sees one entry per past token, and the token's own K and V of this very step.
+            self.memory["now"] = list(self.memory[j])
+            x = self.block(name, "now", x, position)
+            entries[step, j] = self.memory["now"][-1]
+        self.at = None
         return x
 
     def compress(self, how):
@@ -69,7 +91,7 @@ class Sequence:
         self.how = how
         for j in range(self.cfg.n_core):
             steps = [self.memory.pop((step, j)) for step in range(self.depth)]
-            self.memory[j] = [fold(list(entries), how) for entries in zip(*steps)]
+            self.memory[j] = [fold(entries[:taken], how) for *entries, taken in zip(*steps, self.all_taken)]
 
     # ---- the choices about the loop
 
@@ -132,11 +154,35 @@ class Sequence:
         x = self.linear(f"{name}.layers.0", h)
         return x if self.cfg.router_kind == "linear" else self.linear(f"{name}.layers.1", x * 0.5 * (1 + torch.erf(x / math.sqrt(2))))
 
+    # ---- early exit, outside training: after every step a token asks itself whether it may leave
+
+    def leaves(self, x):
+        """x: the features after a step. Notes what is predicted from them."""
+        self.logits.append(self.head(x))
+        if self.exit == "cdf":
+            self.lambdas.append(torch.sigmoid(self.weights["exit_gate.weight"][0] @ x + self.weights["exit_gate.bias"][0]))
+            stay = math.prod(1 - float(chance) for chance in self.lambdas)
+            return 1 - stay >= self.exit_threshold
+        if len(self.logits) == 1:
+            return False                                                         # there is nothing to compare with
+        before, now = (logits.log_softmax(0) for logits in self.logits[-2:])
+        return (now.exp() * (now - before)).sum() < self.exit_threshold
+
+    def stay_behind(self):
+        """Later tokens see this one at the steps that it did not take: as it was at its last (routed: in the coda alone)."""
+        for step in range(self.taken, self.depth):
+            for i in range(self.cfg.n_coda):
+                self.memory.setdefault((f"coda after {step}", i), []).append(self.memory[f"coda after {self.taken - 1}", i][-1])
+            if self.how == "full" and self.cfg.router == "none" and self.cfg.kv != "share":
+                for j in range(self.cfg.n_core):
+                    self.memory.setdefault((step, j), []).append(self.memory[self.taken - 1, j][-1])
+
     # ---- the parts of a transformer
 
     def block(self, name, place, x, position):
-        x = x + self.attention(f"{name}.attention", place, self.norm(f"{name}.attention_norm", x), position)
-        return x + self.mlp(f"{name}.mlp", self.norm(f"{name}.mlp_norm", x))
+        after = self.norm if self.cfg.sandwich_norm else lambda name, x: x       # a norm of each residual sum, too
+        x = after(f"{name}.attention_after", x + self.attention(f"{name}.attention", place, self.norm(f"{name}.attention_norm", x), position))
+        return after(f"{name}.mlp_after", x + self.mlp(f"{name}.mlp", self.norm(f"{name}.mlp_norm", x)))
 
     def attention(self, name, place, x, position):
         H, G = self.cfg.n_head, self.cfg.n_kv_head or self.cfg.n_head
@@ -172,7 +218,33 @@ class Sequence:
         return x + self.weights.get(f"{name}.bias", 0.0)
 
     def linear(self, name, x):
-        return self.weights[f"{name}.weight"] @ x + self.weights.get(f"{name}.bias", 0.0)
+        y = self.weights[f"{name}.weight"] @ x + self.weights.get(f"{name}.bias", 0.0)
+        return y + self.low_rank(name.split(".")[-1], x) if self.at and self.cfg.lora_rank else y
+
+    def low_rank(self, part, x):
+        """B A x of this step, core position and linear. Query, key and value read one A and have their own rows of one B."""
+        step, j = self.at
+        name = "qkv" if part in ("query", "key", "value") else part
+        A, B = (self.weights[f"recursion.lora.{which}.{j}.{name}"][step] for which in ("down", "up"))
+        y, D = B @ (A @ x), self.cfg.n_embd
+        kv = (len(y) - D) // 2
+        return {"query": y[:D], "key": y[D: D + kv], "value": y[D + kv:]}[part] if name == "qkv" else y
+
+
+def exit_chances(lambdas):
+    """p_t: leave after step t, having stayed before. The last step takes whoever is left."""
+    chances, left = [], 1.0
+    for chance in lambdas[:-1]:
+        chances.append(left * chance)
+        left = left * (1 - chance)
+    return chances + [left]
+
+
+def expected_loss(lambdas, cross_entropies, beta):
+    """loss="every" of one token: sum_t p_t CE_t - beta H(p)."""
+    chances = exit_chances(lambdas)
+    entropy = -sum(p * math.log(p) for p in chances if p > 0)
+    return sum(p * ce for p, ce in zip(chances, cross_entropies)) - beta * entropy
 
 
 def silu(x):

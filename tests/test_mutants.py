@@ -50,8 +50,8 @@ MUTANTS = {
         "10000.0 ** (",
         "test_model::test_other_widths_periods_and_temperatures_equal_the_specification_too"),
     "GELU is the tanh form": (
-        "F.gelu(self.up(x_BTD))",
-        "F.gelu(self.up(x_BTD), approximate='tanh')",
+        'F.gelu(self.up(x_BTD, low.get("up")))',
+        "F.gelu(self.up(x_BTD, low.get('up')), approximate='tanh')",
         "test_references::test_gpt2_gives_the_logits_of_transformers"),
     "dropout acts in evaluation": (
         "self.dropout if self.training else 0.0",
@@ -60,8 +60,8 @@ MUTANTS = {
 
     # ---- the loop
     "the anchor is forgotten": (
-        "anchor, who = self.update.anchor(e_BTD), self",
-        "anchor, who = self.update.anchor(0 * e_BTD), self",
+        "return h_BTD, self.update.anchor(e_BTD), self",
+        "return h_BTD, self.update.anchor(0 * e_BTD), self",
         "test_model::test_logits_equal_the_specification"),
     "the anchor is forgotten after the first step": (
         "self.step(h_BTD, anchor, who, step",
@@ -96,8 +96,8 @@ MUTANTS = {
         "Block(cfg) for _ in range(cfg.n_core * cfg.n_recur)",
         "test_model::test_sharing_is_by_construction_and_survives_loading_moving_and_copying"),
     "every step runs a copy": (
-        "x_ACD = self.core[self.block_at(step, j, self.cfg)](",
-        "x_ACD = __import__('copy').deepcopy(self.core[self.block_at(step, j, self.cfg)])(",
+        "block = self.core[self.block_at(step, j, self.cfg)]",
+        "block = __import__('copy').deepcopy(self.core[self.block_at(step, j, self.cfg)])",
         "test_model::test_every_parameter_learns"),
     "the head is untied": (
         "self.embed.weight)\n\n    # ---- public",
@@ -111,12 +111,12 @@ MUTANTS = {
 
     # ---- noise, depth, loss
     "noise in evaluation": (
-        "NO_CACHES[self.cfg.kv](), Silence()",
-        "NO_CACHES[self.cfg.kv](), Noise(self.cfg, 0)",
+        "exit_threshold), Silence(), \"last\"",
+        "exit_threshold), Noise(self.cfg, 0), \"last\"",
         "test_model::test_evaluation_is_without_noise_and_deterministic_whatever_the_seed"),
     "noise in decoding": (
-        "depth, Silence(), cache)",
-        "depth, Noise(self.cfg, 0), cache)",
+        "depth, Silence(), cache, watch)",
+        "depth, Noise(self.cfg, 0), cache, watch)",
         "test_cache::test_two_hundred_written_tokens_saw_the_logits_of_the_full_forward"),
     "no noise in training": (
         "self.update.read(noise.on_state(h_ACD, step), chosen_anchor)",
@@ -151,12 +151,12 @@ MUTANTS = {
         "(self.cfg, generator(own))",
         "test_model::test_depth_follows_the_shared_seed_and_noise_the_own_one"),
     "targets of -100 are divided by": (
-        "(target_N != -100).sum()",
-        "torch.ones_like(target_N).sum()",
+        'return {"ce": total / counts_N.sum()',
+        'return {"ce": total / torch.ones_like(counts_N).sum()',
         "test_model::test_loss_is_the_mean_over_the_targets_that_count"),
     "a batch without targets divides by zero": (
-        ".sum().clamp(min=1)",
-        ".sum()",
+        '{"ce": total / counts_N.sum().clamp(min=1)}',
+        '{"ce": total / counts_N.sum()}',
         "test_model::test_a_batch_in_which_nothing_counts_has_loss_zero_and_a_legal_gradient"),
 
     # ---- the fused loss
@@ -165,12 +165,12 @@ MUTANTS = {
         "dtable_VD.copy_(d_nV.T @ x_nD)",
         "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
     "ignored targets have a gradient": (
-        "counts_n1 / sum_n1",
+        "weight_n[:, None] / sum_n1",
         "1 / sum_n1",
         "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
     "ignored targets are added up": (
-        "((sum_n1.log() - z_n1) * counts_n1)",
-        "(sum_n1.log() - z_n1)",
+        "return (ce_Q * weight_Q).sum(), ce_Q",
+        "return ce_Q.sum(), ce_Q",
         "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
     "the target's own logit has no pull": (
         "z_nV.scatter_add_(1, index_n1, -sum_n1).to(",
@@ -181,8 +181,8 @@ MUTANTS = {
         "grad",
         "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
     "all logits are there at once": (
-        "max(256, 2**20 // V, N // 16)",
-        "N",
+        "max(256, 2**20 // len(table_VD), len(target_N) // 16)",
+        "len(target_N)",
         "test_model::test_a_fused_loss_is_the_same_loss_with_the_same_gradients_in_less_memory"),
 
     # ---- routers
@@ -255,8 +255,8 @@ MUTANTS = {
         "self.extra",
         "test_routing::test_warm_capacities_begin_at_everyone_and_end_as_declared"),
     "shared K and V are made again": (
-        "        if self.causal:\n            self.store[:]",
-        "        if True:\n            self.store[:]",
+        "        return step == 0",
+        "        return True",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "the threshold counts at step 0": (
         "if share >= 1:",
@@ -327,8 +327,8 @@ MUTANTS = {
         '"last": lambda kept, new, step: kept if step else new',
         "test_cache::test_compressed_caches_equal_the_specification"),
     "a compressed entry stays the last step's": (
-        "slot[:, self.core_window.place_C] = kept",
-        "pass",
+        "slot[:, place_C] = kept[:, rows] = self.fold",
+        "kept[:, rows] = self.fold",
         "test_cache::test_compressed_caches_equal_the_specification"),
     "cached keys have the weights' dtype": (
         "return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else",
@@ -381,8 +381,8 @@ MUTANTS = {
         "[stop in p.tolist() for p in prompts]",
         "test_cache::test_a_stop_token_in_the_prompt_stops_nothing"),
     "the cache of the last call is used again": (
-        "make_cache(model, len(rows), n_places, depth) if use_cache",
-        "model.__dict__.setdefault('kept', make_cache(model, len(rows), n_places, depth)) if use_cache",
+        "make_cache(model, len(rows), n_places, depth, exit) if use_cache",
+        "model.__dict__.setdefault('kept', make_cache(model, len(rows), n_places, depth, exit)) if use_cache",
         "test_cache::test_calls_do_not_remember_each_other"),
     "half of the damage is enough": (
         "if not torch.isfinite(logits_BV).all():",
@@ -410,6 +410,154 @@ MUTANTS = {
         'if cache in ("first", "mean")',
         'if cache == "mean"',
         "test_counts::test_kv_bytes_are_those_of_the_cache_to_the_byte"),
+
+    # ---- poisson, lora, ouro
+    "bptt detaches nothing": (
+        "torch.is_grad_enabled() and step >= depth - self.bptt",
+        "torch.is_grad_enabled()",
+        "test_rivals::test_bptt_of_one_step_is_the_gradient_of_a_one_step_model_from_where_the_others_came"),
+    "bptt counts from the first step": (
+        "step >= depth - self.bptt",
+        "step < self.bptt",
+        "test_rivals::test_bptt_of_one_step_is_the_gradient_of_a_one_step_model_from_where_the_others_came"),
+    "poisson forgets its one step": (
+        "torch.poisson(tau.exp(), generator=rng)) + 1",
+        "torch.poisson(tau.exp(), generator=rng))",
+        "test_rivals::test_poisson_depths_are_on_average_one_more_than_rbar_with_a_heavy_tail"),
+    "poisson's tail is thin": (
+        "0.5 * torch.randn((), generator=rng)",
+        "0.5**2 / 2 + 0.0 * torch.randn((), generator=rng)",
+        "test_rivals::test_poisson_depths_are_on_average_one_more_than_rbar_with_a_heavy_tail"),
+    "every rank draws its own depth": (
+        "generator(shared)) if depth is None",
+        "generator(shared + own)) if depth is None",
+        "test_rivals::test_two_ranks_draw_the_same_poisson_depth_and_first_states_of_their_own"),
+    "a first state forgets its position": (
+        "self.still[position_BT]",
+        "self.still[torch.zeros_like(position_BT) + torch.arange(position_BT.size(1))]",
+        "test_rivals::test_a_random_first_state_of_poisson_follows_the_position_while_decoding"),
+    "training begins with evaluation's first state": (
+        "return truncated_normal(still_BTD.shape, std, fold_in(self.seed, \"first state\"), still_BTD.device).to(still_BTD.dtype)",
+        "return still_BTD",
+        "test_rivals::test_in_training_a_random_first_state_of_poisson_is_the_calls_own"),
+    "a first state is not cut": (
+        "nn.init.trunc_normal_(torch.empty(shape, device=device), 0, std, -3 * std, 3 * std, generator=",
+        "torch.empty(shape, device=device).normal_(0, std, generator=",
+        "test_rivals::test_a_random_first_state_of_poisson_is_normal_cut_at_three_sigma"),
+    "steps share their low-rank additions": (
+        "(self.down[j][name][step], self.up[j][name][step])",
+        "(self.down[j][name][0], self.up[j][name][0])",
+        "test_rivals::test_a_step_reads_its_own_lora_and_no_other"),
+    "key and value swap their low-rank additions": (
+        'zip(("query", "key", "value"), B.split',
+        'zip(("query", "value", "key"), B.split',
+        "test_rivals::test_lora_equals_the_specification"),
+    "low-rank additions decay": (
+        'p.dim() >= 2 and ".lora." not in name',
+        "p.dim() >= 2",
+        "test_rivals::test_lora_does_not_decay"),
+    "B does not start at zero": (
+        'if name.startswith("down") else nn.init.zeros_(p)',
+        'if name.startswith("down") else nn.init.normal_(p, std=0.02)',
+        "test_rivals::test_lora_at_the_start_changes_no_logit_and_no_gradient"),
+    "certain exits are rewarded": (
+        "model.cfg.exit_entropy * mean(",
+        "-model.cfg.exit_entropy * mean(",
+        "test_rivals::test_with_uniform_chances_ouros_loss_is_the_mean_over_steps_less_beta_log_r"),
+    "the last step asks its exit gate": (
+        "torch.cat((before_RN[:-1] + F.logsigmoid(z_RN[:-1]), before_RN[-1:]))",
+        "before_RN + F.logsigmoid(z_RN)",
+        "test_rivals::test_ouros_exit_chances_sum_to_one_and_follow_the_product_rule"),
+    "a step's chance forgets those before": (
+        "torch.cat((before_RN[:-1] + F.logsigmoid(z_RN[:-1]), before_RN[-1:]))",
+        "torch.cat((F.logsigmoid(z_RN[:-1]), before_RN[-1:]))",
+        "test_rivals::test_ouros_exit_chances_sum_to_one_and_follow_the_product_rule"),
+    "the exit gate does not learn from the cross-entropies": (
+        "scale * ctx.ce_Q if ctx.needs_input_grad[3] else None",
+        "None",
+        "test_rivals::test_ouros_chunked_loss_has_the_gradients_of_cross_entropy"),
+    "the chances do not weigh the gradients": (
+        "weight_n[:, None] / sum_n1",
+        "(weight_n != 0)[:, None] / sum_n1",
+        "test_rivals::test_ouros_chunked_loss_has_the_gradients_of_cross_entropy"),
+    "only the last step is supervised": (
+        "states=(*who.states, h_BTD)",
+        "states=(h_BTD,)",
+        "test_rivals::test_ouros_loss_equals_the_specification"),
+    "the loop's norm is left out": (
+        "self.norm(self.router.merge(h_ACD, x_ACD, write, who, step))",
+        "self.router.merge(h_ACD, x_ACD, write, who, step)",
+        "test_rivals::test_ouros_loss_equals_the_specification"),
+    "the norm after attention is left out": (
+        "x_BTD = self.attention_after(",
+        "x_BTD = (",
+        "test_rivals::test_ouros_loss_equals_the_specification"),
+    "the norm after the mlp is left out": (
+        "return self.mlp_after(",
+        "return (",
+        "test_rivals::test_ouros_loss_equals_the_specification"),
+
+    # ---- early exit
+    "the exit score compares with the first step": (
+        "log_p_ACV if self.log_p_BTV is None else who.put(self.log_p_BTV, log_p_ACV)",
+        "log_p_ACV if self.log_p_BTV is None else self.log_p_BTV",
+        "test_exit::test_exit_by_kl_compares_the_predictions_of_a_step_and_of_the_one_before"),
+    "the exit score is the other way round": (
+        "log_p_ACV.exp() * (log_p_ACV - who.take(last))",
+        "who.take(last).exp() * (who.take(last) - log_p_ACV)",
+        "test_exit::test_exit_by_kl_compares_the_predictions_of_a_step_and_of_the_one_before"),
+    "the exit gate's chances are not added up": (
+        "log_stay_AC1 = log_stay_AC1 + who.take(self.log_stay_BT1)",
+        "pass",
+        "test_exit::test_exit_by_cdf_adds_up_the_exit_gates_chances"),
+    "who leaves stays": (
+        "return who.pick(compact(~self.leaves(x_ACD, who), who.real_AC), *h_BTD.shape[:2])",
+        "self.leaves(x_ACD, who)\n        return who",
+        "test_exit::test_a_token_that_left_by_exit_is_computed_no_more"),
+    "a token is read with its first features": (
+        "x_ACD if self.x_BTD is None else who.put(self.x_BTD, x_ACD)",
+        "x_ACD if self.x_BTD is None else self.x_BTD",
+        "test_exit::test_exit_by_kl_compares_the_predictions_of_a_step_and_of_the_one_before"),
+    "what left is not carried on": (
+        "if who.index_AC is not None:                          # some have left",
+        "if False:",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "the core does not carry on what left": (
+        "            self.inner.carry(step, place_C)",
+        "            pass",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "steps that nobody took stay empty": (
+        "for step in range(self.last_step + 1, self.depth):",
+        "for step in ():",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "who left is seen as it was at step 0": (
+        "self.core[self.core_slot(step - 1, j)][:, place_C]",
+        "self.core[self.core_slot(0, j)][:, place_C]",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "a full forward keeps what step 0 made": (
+        "        return True\n\n\ndef kept_seat",
+        "        return step == 0\n\n\ndef kept_seat",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "who left is not there": (
+        '("own", "stay"): StayNoCache',
+        '("own", "stay"): NoCache',
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "the K and V of leavers are forgotten": (
+        "self.store[:] = [self.who.put(old, x) for old, x in zip(self.store or new, new)]",
+        "self.store[:] = [self.who.put(torch.zeros_like(old), x) for old, x in zip(self.store or new, new)]",
+        "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
+    "a mean counts a leaver's last step again and again": (
+        "kept if taken_P is None else torch.where(taken_P[:, None, None] > step, kept, self.core[block])",
+        "kept",
+        "test_exit::test_a_compressed_cache_with_exit_folds_the_steps_that_a_token_took"),
+    "the coda of later steps is not counted": (
+        "(1 if exit is None else max(1, depth))",
+        "1",
+        "test_exit::test_exit_kv_bytes_are_those_of_the_cache_to_the_byte"),
+    "the exit score costs nothing": (
+        "score = 0 if exit is None else depth * EXITS[exit].flops(self) + (depth - 1)",
+        "score = 0 if exit is None else (depth - 1)",
+        "test_exit::test_exit_flops_are_the_flops_of_a_real_forward"),
 }
 
 

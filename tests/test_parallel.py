@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import RUNS, with_gaps
+from ranks import RIVALS, RUNS, with_gaps
 from toy import flags, make_config, make_data, refusal
 
 import train
@@ -143,6 +143,15 @@ def test_routed_runs_of_two_ranks_are_those_of_one_process_with_their_biases_and
         for a, b in zip(run.records, whole.records, strict=True):                  # of all windows and all micro-batches
             for key in ("depth_shares", "go_on", "router_accuracy", "dead_tokens", "max_vio", "mean_depth", "topk_val_loss", "val_loss", "at_edge"):
                 assert a.get(key) == pytest.approx(b.get(key), abs=1e-9), key
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_ranks_of_poisson_ouro_and_lora_stay_equal_wherever_the_weights_lie_and_computed_again(two, name):
+    runs = [two[f"{name} {parallel}", rank] for parallel in ("ddp", "fsdp") for rank in (0, 1)]
+    assert all(run["end"] == "done" and len(run["depths"]) == 5 and run["depths"] == runs[0]["depths"] for run in runs)
+    assert max(runs[0]["depths"]) > 4 or name != "poisson"                          # beyond n_recur
+    for run in runs[1:]:
+        assert_equal(run["weights"], runs[0]["weights"])
 
 
 @pytest.mark.parametrize("name", ["lean ddp", "lean fsdp", "compiled", "compiled fsdp"])
