@@ -926,8 +926,8 @@ def measure_answers(run, eval_tokens):
         with run.autocast:
             for depth, x_BTD in zip(depths, features_at(run.model, ids_BT, depths)):
                 marks(depth, rows, run.model.head(x_BTD), targets_BT)
-    points = [{"depth": depth, "flops_per_token": cfg.flops_per_token(run.split.width - 1, depth=depth), "accuracy": share, "accuracy_by_group": groups,
-               "training": training_at(cfg, depth)} for depth, (share, groups) in zip(depths, marks.shares())]
+    points = [{"depth": depth, "flops_per_token": cfg.flops_per_token(run.split.width - 1, depth=depth), "accuracy": share,
+               "accuracy_by_group": groups, "training": training_at(cfg, depth)} for depth, (share, groups) in zip(depths, marks.shares())]
     return {"windows": len(starts), "answers": int(marks.asked[0].sum()), "layout": cfg.layout, "update": cfg.update, "points": points}
 
 

@@ -374,10 +374,10 @@ class Task(NamedTuple):
 
 
 def hop_examples(rng, hops, n):
-    """p-hop induction [Sanford et al. 2024, "Transformers, parallel computation, and logarithmic depth"]: the number of hops, then letters. A hop goes from a letter
-    to its last occurrence before, and one place on; the answer after every letter is where that many hops from it end, and none
-    where they leave the row. "2abcab": from b to the c after the first b; c is not there before. No letter stands beside
-    itself, so a hop always moves."""
+    """p-hop induction [Sanford et al. 2024, "Transformers, parallel computation, and logarithmic depth"]: the number of hops,
+    then letters. A hop goes from a letter to its last occurrence before, and one place on; the answer after each letter is
+    the one where that many hops end, and none where they leave the row. In "2abcab" the second b hops to c, and that c has
+    not been seen before, so nothing is asked there. No letter stands beside itself, so a hop always moves."""
     letters = np.cumsum(rng.integers(1, N_LETTERS, (n, ROW - 1)), axis=1) % N_LETTERS
     row, last, back = np.arange(n), np.full((n, N_LETTERS), -2), np.empty_like(letters)
     for i, letter in enumerate(letters.T):
@@ -466,7 +466,8 @@ def write_rows(path, rows):
     with open(path, "wb") as file:
         file.write(raw)
         sync(file)
-    return {"tokens": rows.size, "documents": len(rows), "bytes": rows.size, "answers": int((rows >> 8 > 0).sum()), "sha256": hashlib.sha256(raw).hexdigest()}
+    return {"tokens": rows.size, "documents": len(rows), "bytes": rows.size, "answers": int((rows >> 8 > 0).sum()),
+            "sha256": hashlib.sha256(raw).hexdigest()}
 
 
 def guesses(train, val):

@@ -525,7 +525,8 @@ class Marks:
 def answer_numbers(marks, world):
     """What the log keeps: the shares at the last depth, and by depth."""
     shares = marks.shares(world)
-    return {"accuracy": shares[-1][0], "accuracy_by_group": shares[-1][1], "accuracy_by_depth": {d: share for d, (share, _) in zip(marks.depths, shares)}}
+    return {"accuracy": shares[-1][0], "accuracy_by_group": shares[-1][1],
+            "accuracy_by_depth": {depth: share for depth, (share, _) in zip(marks.depths, shares)}}
 
 
 def answers_line(numbers):
