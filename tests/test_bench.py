@@ -60,6 +60,7 @@ def numbers(line):
 
 # ------------------------------------------------------------------------------------------------------- a table and a record
 
+@pytest.mark.slow
 def test_the_last_line_is_json_and_the_rest_a_table(go):
     (head, columns, *table), record, _ = go("train", "toy.py", "dense.py")
     assert "toy 1+1x4+1 (4 rows x 32 tokens x 1 accumulation), dense 0+2x1+0 (2 rows x 32" in head
@@ -460,6 +461,7 @@ def test_decoding_shows_a_line_for_each_imposed_depth_and_for_the_core(go, tmp_p
     assert f"ms per token = {fit['a_ms']:.3f} + " in lines[-1 - (rows > 1)] and (rows == 1 or f"ratio {fit['lone_over_core']:.3f}" in lines[-1])
 
 
+@pytest.mark.slow
 def test_what_is_timed_is_decoding_alone_and_a_pass_is_one_step_more(go, tmp_path, monkeypatch):
     """A clock that ticks once for every row in a call of a block."""
     make_config(tmp_path, **ROUTED, n_core=2)

@@ -391,7 +391,7 @@ def test_earlier_parts_stay_while_the_checkpoint_is_the_same(go):
 
 
 def test_all_parts_run_for_the_newest_run_when_nothing_is_said(go):
-    record = go()[1]
+    record = go(exit_tokens=0)[1]
     assert record["folder"] == "out/gated" and list(record["parts"]) == [name for name in evaluation.PARTS if name not in ("router", "answers")] == ["loss", "depth", "exit"]
     assert list(go("depth", "loss", "depth")[1]["parts"]) == ["depth", "loss"]
 
@@ -428,7 +428,7 @@ def test_a_folder_that_cannot_be_written_costs_no_result(go, monkeypatch, capsys
     monkeypatch.setattr(evaluation, "draw_exit", DRAW_EXIT)
     for name in ("eval.json", "depth.png", "exit.png"):
         Path(f"out/gated/{name}.tmp").mkdir()                            # write_whole's place
-    evaluation.main(["--device=cpu"])
+    evaluation.main(["--device=cpu", "--exit_tokens=0"])
     out, err = capsys.readouterr()
     assert list(json.loads(out.splitlines()[-1])["parts"]) == ["loss", "depth", "exit"]
     assert err.count("no picture: could not save") == 2 and err.count("note: could not save out/gated/eval.json") == 1

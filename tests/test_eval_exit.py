@@ -78,6 +78,7 @@ def test_the_line_of_exit_times():
     assert fit_line([{"timed_depth": 2, "ms_per_token": y} for y in (1, 2)]) is None
 
 
+@pytest.mark.slow
 def test_exit_is_for_models_that_can_be_left_and_by_default_for_unrouted_ones(go):
     assert "one step" in refusal(evaluation.main, ["exit", "--out_dir=out/dense"])
     _, parts, _ = go(out_dir="out/expert")

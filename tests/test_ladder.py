@@ -93,6 +93,7 @@ def results_of(path="results.jsonl"):
 
 # ------------------------------------------------------------------------------------------------- what is run, and what is not
 
+@pytest.mark.slow
 def test_a_ladder_trains_every_config_at_every_seed_and_records_what_the_log_says(go):
     _, record, err, begun = go()
     assert begun == 4 and len(lines_of()) == 4 and err.count("begins in") == 4
@@ -113,6 +114,7 @@ def test_a_recorded_run_of_a_ladder_is_skipped_even_when_its_folder_is_gone(go):
     assert begun == 0 and (again, same["rows"]) == (table, record["rows"]) and lines_of() == kept
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_while_nobody_looked_is_recorded_and_not_trained_again(go):
     go()
     kept = results_of()
@@ -120,6 +122,7 @@ def test_a_run_that_ended_while_nobody_looked_is_recorded_and_not_trained_again(
     assert go()[3] == 0 and results_of() == kept
 
 
+@pytest.mark.slow
 def test_a_changed_setting_or_config_or_data_set_runs_again(go, tmp_path):
     go("toy.py", seeds=1)
     assert go("toy.py", seeds=1, learning_rate=3e-3)[3] == 1
@@ -157,6 +160,7 @@ def test_every_key_decides_unless_it_is_known_not_to():
 
 
 @pytest.mark.parametrize("stage", ["in the middle", "before its first checkpoint"])
+@pytest.mark.slow
 def test_a_killed_run_of_a_ladder_resumes_to_the_numbers_of_an_unbroken_one(go, monkeypatch, stage):
     whole = dict(seeds=1, max_iters=6, eval_interval=2)
     go("toy.py", **whole, results="unbroken.jsonl", out_dir="unbroken")
@@ -404,6 +408,7 @@ def test_seconds_of_a_ladder_count_a_step_that_was_taken_again_once():
     assert bench.seconds_of(log) == pytest.approx(1 + 2 + 2)
 
 
+@pytest.mark.slow
 def test_a_ladder_draws_a_picture_and_without_matplotlib_says_so_in_one_line(go, monkeypatch):
     pytest.importorskip("matplotlib")
     name = f"out/ladder/{Path.cwd().name}-toy.png"

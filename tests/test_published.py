@@ -425,6 +425,7 @@ def test_the_table_is_made_anew_to_the_letter(page):
     assert page == (ROOT / "PUBLISHED.md").read_text("utf-8"), "python bench.py table writes it anew"
 
 
+@pytest.mark.slow
 def test_an_edit_of_either_side_shows_in_the_table(few, monkeypatch):
     rows, make = few
     before, tally = make()
@@ -496,6 +497,7 @@ def test_the_table_of_properties_is_read_off_the_configs():
         assert {("+" if now[name] else "-") + name for name in names if now[name] != grt[name]} == set(wanted.split(", ")), flags
 
 
+@pytest.mark.slow
 def test_bench_writes_the_table_and_refuses_what_does_not_go_with_it(few, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     bench.main(["table"])

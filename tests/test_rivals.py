@@ -486,6 +486,7 @@ def test_ouro_with_recomputed_steps_gives_the_same_gradients():
     assert_same(*grads)
 
 
+@pytest.mark.slow
 def test_the_more_entropy_weighs_the_more_even_ouros_chances_become():
     entropies = []
     for beta in (0.0, 2.0):
@@ -529,6 +530,7 @@ def test_ouros_training_flops_are_those_of_a_real_forward(n_coda):
         assert counted_flops(loud(cfg).train(), ids_BT, ids_BT, depth=depth) == 2 * 12 * (exact + full_attention / 2) + one_logit
 
 
+@pytest.mark.slow
 def test_ouro_reads_ten_steps_in_at_most_half_as_much_memory_again():
     """At the proportions of GRT Small, 1+1x10+1: a vocabulary of 64 n_embd, where the logits of ten steps would be most of it."""
     peaks, n_tokens = {}, 16 * 64

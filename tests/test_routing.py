@@ -294,6 +294,7 @@ def test_a_routed_run_trains_evaluates_and_writes(tmp_path, monkeypatch, capsys,
     assert "sends tokens to different steps" in refusal(sample.main, ["--cache=mean"])
 
 
+@pytest.mark.slow
 def test_a_router_learns_which_tokens_top_k_takes():
     """Trained as a whole, a model agrees with its own top-k at the threshold: what makes causal routing possible."""
     model, ids_BT = loud(routed(dict(router="expert", block="llama"), n_embd=32, router_alpha=None, router_loss=0.1, capacity=[1.0, 0.2, 0.1])), some_ids(8, 32)
@@ -332,6 +333,7 @@ def test_a_loop_of_one_step_is_the_plain_model_bit_for_bit_and_no_capacity_is_no
 # ---- options of the routers
 
 
+@pytest.mark.slow
 def test_an_auxiliary_router_learns_beside_the_model_and_changes_nothing_in_it():
     plain, ids_BT, targets_BT = loud(routed(dict(router="expert"), router_loss=0.0)), some_ids(4, 24), some_ids(4, 24, seed=3)
     model = loud(routed(dict(router="expert", aux_router=True)))
@@ -353,6 +355,7 @@ def test_an_auxiliary_router_learns_beside_the_model_and_changes_nothing_in_it()
     assert agrees() > max(0.8, before)
 
 
+@pytest.mark.slow
 def test_a_balancing_bias_evens_out_the_depths_without_a_loss():
     model, ids_BT = loud(routed(dict(router="token", router_balance="bias"), router_z_loss=0.0)).train(), some_ids(8, 32)
     model.recursion.router.bias_R.zero_()

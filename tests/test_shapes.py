@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from tiny import loud, some_ids, tiny
 
@@ -91,6 +92,7 @@ def names_in_model():
     return {name for name in names if isinstance(name, str) and SHAPE.search(name)}
 
 
+@pytest.mark.slow
 def test_shape_suffixes_tell_the_truth():
     seen, found = set(), set()
     grt = dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1, update="gate", state_noise=0.1, gate_noise=0.1, n_ffn=40)

@@ -218,6 +218,7 @@ def test_a_run_on_a_task_tells_right_answers_and_no_bits(go, capsys):
     assert "resume: max_iters was 4, now 5" in (out := capsys.readouterr().out) and "block_size was" not in out
 
 
+@pytest.mark.slow
 def test_eval_answers_are_those_of_training_at_every_depth_and_by_group(go, capsys):
     folder = go(eval_tokens=SIZE, learning_rate=0.3)                  # wild, so that each depth has an opinion of its own
     last = json.loads((folder / "log.jsonl").read_text("utf-8").splitlines()[-1])
@@ -236,6 +237,7 @@ def test_eval_answers_are_those_of_training_at_every_depth_and_by_group(go, caps
     assert {*parts} >= {"loss", "depth", "answers"} and parts["loss"]["bits_per_byte"] == "NaN" and "nan" not in out.lower().replace('"nan"', "")
 
 
+@pytest.mark.slow
 def test_sampling_answers_the_prompt_of_a_task(go, capsysbinary):
     folder = go()
     capsysbinary.readouterr()

@@ -708,6 +708,7 @@ def portrait(**changes):
         return str(error)
 
 
+@pytest.mark.slow
 def test_every_model_key_changes_something_or_is_refused():
     assert set(MODEL_KEYS) >= {f.name for f in fields(GPTConfig)}, "a new key needs a row in MODEL_KEYS"
     plain = portrait()

@@ -68,6 +68,7 @@ def test_after_each_step_the_bias_moves_by_its_rate_towards_the_depths_that_too_
     assert bias_R.any() and bias_R.tolist() == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 def test_a_bias_evens_out_what_its_absence_leaves_uneven(go):
     same = dict(BIASED, max_iters=40, learning_rate=1e-3)
     still, moved = (events(go(**{**same, "router_bias_rate": rate}, out_dir=f"out/{rate}"), "step")[-10:] for rate in (0.0, 0.001))
@@ -116,6 +117,7 @@ def test_a_checkpoint_whose_groups_know_no_scale_goes_on(go):
 
 
 @pytest.mark.parametrize("keys", [AUX, BIASED, dict(AUX, router_choice="random", aux_router=False, kv="share")], ids=["aux", "bias", "random share"])
+@pytest.mark.slow
 def test_a_routed_run_that_is_broken_off_and_resumed_is_the_unbroken_one_bit_for_bit(go, keys):
     same = dict(keys, dropout=0.1, gradient_accumulation_steps=2, lr_decay_iters=6, eval_interval=2)
     whole, broken = go(**same, out_dir="out/whole", max_iters=6), go(**same, out_dir="out/broken", max_iters=2)
@@ -365,6 +367,7 @@ def test_a_warm_up_of_capacities_does_not_make_a_graph_at_every_step():
 
 
 @pytest.mark.parametrize("keys", [EXPERT, BIASED], ids=["expert", "token"])
+@pytest.mark.slow
 def test_evaluation_of_a_compiled_routed_run_makes_no_graph(go, monkeypatch, keys):
     made = []
 
