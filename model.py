@@ -23,6 +23,7 @@ number per row ends in _B:
     A rows with a token in the step     L, M those of the A and C who continue  R steps (n_recur)
     Q R x N: what is read of every step
 Papers: GRT = Gated Recurrent Transformers (arXiv 2608.15062); MoR = Mixture-of-Recursions (Bae et al. 2025);
+Huginn = Geiping et al. 2025; RRT = Relaxed Recursive Transformers (Bae et al. 2024); Ouro = Zhu et al. 2025;
 GPT-2 = Radford et al. 2019; Llama = Touvron et al. 2023.
 """
 import contextlib
@@ -205,6 +206,7 @@ class GPTConfig:
                 ("bptt", self.bptt, "router", ("none",), "the routers of earlier steps would not learn"),
                 ("bptt", self.bptt, "lora_rank", (0,), "the low-rank additions of earlier steps would not learn"),
                 ("bptt", self.bptt, "loss", ("last",), "every step is supervised"),
+                ("bptt", self.bptt, "kv", ("own",), "what is made at step 0 and kept would not learn"),
                 ("loss", every, "router", ("none",), "the steps of a routed model are not for all tokens"),
                 ("loss", every, "sharing_name", ("cycle", "middle_cycle"), "a part of the loop has no meaning there"),
                 ("loop_norm", self.loop_norm, "router", ("none",), "it norms what a step leaves of every token")):
@@ -221,6 +223,7 @@ class GPTConfig:
                  (self.update == "replace", "update='replace' has no adapter", ("proj_init",)),
                  (self.depth_sampling != "uniform", f"depth_sampling={self.depth_sampling!r}", ("min_depth",)),
                  (self.depth_sampling != "poisson", "depth_sampling is not poisson", ("poisson_mean",)),
+                 (self.bptt is not None and self.bptt >= self.trained_depths[1], "training takes no more steps", ("bptt",)),
                  (self.state_init == "anchor", "the first state is the anchor", ("state_std", "state_seed")),
                  (self.loss == "last", "one step is supervised", ("exit_entropy",)),
                  (self.block != "llama", "only llama blocks rotate", ("rope_theta",)),
@@ -255,8 +258,15 @@ class GPTConfig:
     @property
     def trained_depths(self):
         """(least, most) that training knows: a poisson draw has no end."""
-        least = self.min_depth if self.depth_sampling == "uniform" else 1 if "poisson" in self.depth_sampling or self.loss == "every" else self.n_recur
+        least = 1 if self.loss == "every" else {"fixed": self.n_recur, "uniform": self.min_depth, "poisson": 1}[self.depth_sampling]
         return least, math.inf if self.depth_sampling == "poisson" else self.n_recur
+
+    @property
+    def trained(self):
+        """How deep training goes, and what it supervises and learns from, in words."""
+        drawn = {"uniform": f"uniform {self.min_depth}..{self.n_recur}", "poisson": f"poisson, {self.mean_depth:g} on average"}
+        return (drawn.get(self.depth_sampling, f"fixed {self.n_recur}") + (f", gradients through the last {self.bptt}" if self.bptt else "")
+                + ", every step supervised" * (self.loss == "every"))
 
     def unrouted(self):
         """The same model without a router: every token takes every step."""
@@ -282,17 +292,19 @@ class GPTConfig:
         adapter (the anchor's half once per forward), low-rank additions; with an exit rule coda and score after every step.
         paper: the formula of the MoR paper: blocks alone, causal, K and V counted at full width, head left out.
         grt: the formula of the GRT paper: no causal halving, head left out, the adapter's two halves at every step."""
-        if convention not in FLOPS:
-            raise ValueError(f"convention={convention!r} is not one of {', '.join(FLOPS)}")
+        for name, value, table in (("convention", convention, FLOPS), ("exit", exit, EXITS)):
+            if value not in table:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(map(str, table))}")
         depth = self.n_recur if depth is None else depth
-        score = 0 if exit is None else depth * EXITS[exit].flops(self) + (depth - 1) * self.n_coda * block_flops(self, seq_len / 2)
+        score = 0 if exit is None else depth * EXITS[exit].flops(self) + (readings(depth, exit) - 1) * self.n_coda * block_flops(self, seq_len / 2)
         return FLOPS[convention](self, seq_len, depth) + score
 
     def train_flops_per_token(self, seq_len, depth=None):
         """Exact FLOPs of a training micro-batch's forward pass per token at `depth` (None: the mean of what is drawn): as
         flops_per_token, and with loss="every" coda, head and exit gate at every step."""
         depth = self.mean_depth if depth is None else depth
-        more = 2 * self.n_embd * depth + (depth - 1) * (self.n_coda * block_flops(self, seq_len / 2) + 2 * self.vocab_size * self.n_embd)
+        n, one = readings(depth, "every"), self.n_coda * block_flops(self, seq_len / 2) + 2 * self.vocab_size * self.n_embd
+        more = n * 2 * self.n_embd + (n - 1) * one
         return self.flops_per_token(seq_len, depth=depth) + (more if self.loss == "every" else 0)
 
     def kv_bytes(self, seq_len, batch_size, dtype, cache="full", depth=None, exit=None):
@@ -300,13 +312,14 @@ class GPTConfig:
         entries included."""
         return count_kv_bytes(self, seq_len, batch_size, dtype, cache, depth, exit)
 
-    def kv_io(self, seq_len, cache="full", depth=None):
+    def kv_io(self, seq_len, cache="full", depth=None, exit=None):
         """(K, V) entries read for one new token that takes `depth` steps in a row of `seq_len`: in each executed block those
         that its slot holds (routed, kv=own: by the capacities). Compressed caches store less, but every step still reads
-        its entry, so they read as much; so does kv=share."""
+        its entry, so they read as much; so does kv=share. With an exit rule the coda reads after every step."""
         self.check_cache(cache)
+        depth = self.n_recur if depth is None else depth
         seen = lambda step: self.n_core * slot_places(self, step * self.n_core, seq_len)
-        return seq_len * (self.n_prelude + self.n_coda) + over_steps(self.n_recur if depth is None else depth, seen)
+        return seq_len * (self.n_prelude + self.n_coda * readings(depth, exit)) + over_steps(depth, seen)
 
     @property
     def compressible(self):
@@ -728,7 +741,7 @@ class ExitNoCache:
         self.inner, self.coda = inner, {}
 
     def __getattr__(self, name):
-        return getattr(self.inner, name)
+        return getattr(self.__dict__.get("inner"), name)     # a copy in the making has none yet
 
     def arrive(self, step, who):
         self.inner.arrive(step, who)
@@ -963,7 +976,6 @@ def n_chosen(share, n_tokens, whole=int):
 def slot_places(cfg, slot, n_tokens):
     """Places per row of a slot for n_tokens: as many as the step's capacity lets in."""
     return n_tokens if cfg.router == "none" or cfg.kv == "share" else n_chosen(cfg.capacities[slot // cfg.n_core], n_tokens)
-
 
 
 def block_table(cfg, depth=None):
@@ -1314,9 +1326,9 @@ class LoRA(NoLoRA):
     @staticmethod
     def shapes(cfg):
         """(in, out) of every linear of a block."""
-        D, F, kv = cfg.n_embd, cfg.ffn_width, cfg.kv_heads * cfg.head_width
-        wide = ("up",) if KINDS[cfg.block].matrices == 2 else ("gate", "up")
-        return {"qkv": (D, D + 2 * kv), "output": (D, D), **dict.fromkeys(wide, (D, F)), "down": (F, D)}
+        D, wide, kv = cfg.n_embd, cfg.ffn_width, cfg.kv_heads * cfg.head_width
+        names = ("up",) if KINDS[cfg.block].matrices == 2 else ("gate", "up")
+        return {"qkv": (D, D + 2 * kv), "output": (D, D), **dict.fromkeys(names, (D, wide)), "down": (wide, D)}
 
     def at(self, step, j):
         pairs = {name: (self.down[j][name][step], self.up[j][name][step]) for name in self.down[j]}
@@ -2025,6 +2037,11 @@ def over_steps(depth, of):
     return sum(of(step) * min(1, depth - step) for step in range(math.ceil(depth)))
 
 
+def readings(depth, exit):
+    """How often the coda reads a token's state: once, or after every step (at depth 0 once all the same)."""
+    return 1 if exit is None else max(1, depth)
+
+
 def core_flops(cfg, seq_len, depth, share):
     """The loop's blocks: a step's queries see half of those who take it, with kv=share half of all."""
     keys = lambda step: seq_len / 2 if cfg.kv == "share" else share(step) * seq_len / 2
@@ -2064,7 +2081,7 @@ def count_kv_bytes(cfg, seq_len, batch_size, dtype, cache="full", depth=None, ex
     depth = cfg.n_recur if depth is None else depth
     core = sum(slot_places(cfg, slot, seq_len) for slot in range(n_slots(cfg, depth))) if cache == "full" else cfg.n_core * seq_len
     scratch = cfg.n_core if cache in ("first", "mean") else 0
-    entries = (cfg.n_prelude + cfg.n_coda * (1 if exit is None else max(1, depth))) * seq_len + core + scratch
+    entries = (cfg.n_prelude + cfg.n_coda * readings(depth, exit)) * seq_len + core + scratch
     return 2 * batch_size * entries * cfg.kv_heads * cfg.head_width * dtype.itemsize
 
 
@@ -2102,6 +2119,13 @@ def describe(cfg):
     mean = f" at most, {cfg.executed_blocks(sum(chosen) / S):,.1f} on average" if cfg.router != "none" else ""
     lines += ["", f"parameters  {full:,} unique ({bare:,} without token and position tables), vocabulary {cfg.vocab_size:,}",
               f"executed    {cfg.executed_blocks()} blocks{mean} from {cfg.n_prelude + cfg.n_core + cfg.n_coda} sets of weights"]
+    if cfg.lora_rank:
+        low = R * cfg.n_core * cfg.lora_rank * sum(n + m for n, m in LoRA.shapes(cfg).values())
+        lines.append(f"low rank    {low:,} of the parameters: rank {cfg.lora_rank}, a pair for each step and linear of the core")
+    if R > 1:
+        lines.append(f"training    depth {cfg.trained}; first state {cfg.state_init}"
+                     f"{f' (std {cfg.first_std:.3g})' if cfg.state_init == 'random' else ''}; "
+                     f"{cfg.train_flops_per_token(S) / 1e6:,.1f} MFLOP/token forward")
     if cfg.router != "none":
         lines.append(f"routing     {', '.join(f'{n:,.0f}' for n in chosen)} of {S:,} tokens take step 0, 1, ... ({'by capacity' if cfg.router == 'expert' else 'if balanced'})")
     flops = [f"depth {d}: {cfg.flops_per_token(S, depth=d) / 1e6:,.1f}" for d in sorted({0, 1, R}) if cfg.any_depth or d == R]

@@ -784,9 +784,10 @@ def fitting(path):
 
 def check_resume(state, cfg, meta, settings):
     """Model keys and tokenizer must be those of the checkpoint; says which other keys change."""
+    there = GPTConfig(**state["model_config"])                # an older checkpoint lacks newer keys, which had no other value
     for name, value in asdict(cfg).items():
-        if name != "fused_loss" and state["model_config"].get(name, value) != value:
-            raise UserError(f"{name}={value!r}, but the checkpoint has {name}={state['model_config'][name]!r}: a run that goes on keeps its "
+        if name != "fused_loss" and getattr(there, name) != value:
+            raise UserError(f"{name}={value!r}, but the checkpoint has {name}={getattr(there, name)!r}: a run that goes on keeps its "
                             f"model keys; leave {name} out, or start a new run")
     check_tokenizer(state, meta, settings)
     if "optimizer" not in state:
@@ -956,20 +957,13 @@ def start_page(settings, cfg, meta, folder, device, dtype, compiled, world):
               f"model      {cfg.layout} {cfg.block}{gate}: {cfg.n_params():,} unique parameters, {cfg.executed_blocks()} blocks "
               f"executed from {cfg.n_prelude + cfg.n_core + cfg.n_coda}",
               *router_lines(cfg, settings),
-              f"depth      training {depth_words(cfg)}, evaluation {', '.join(map(str, eval_depths(cfg)))}",
+              f"depth      training {cfg.trained}, evaluation {', '.join(map(str, eval_depths(cfg)))}",
               f"step       {B} rows x {T} tokens x {A} accumulation = {B * T * A:,} tokens; {settings.max_iters:,} steps = "
               f"{B * T * A * settings.max_iters / 1e6:,.2f}M tokens" + several,
               f"machine    {device} {dtype}{' compiled' if compiled else ''}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
               f"Python {platform.python_version()}, commit {commit()}",
               f"folder     {folder}"]
     return "\n".join(lines + [f"note: {sentence}" for sentence in cfg.unused() + unused(settings, meta, world)])
-
-
-def depth_words(cfg):
-    """How deep training goes, and what it supervises and learns from, in words."""
-    drawn = {"uniform": f"uniform {cfg.min_depth}..{cfg.n_recur}", "poisson": f"poisson, {cfg.mean_depth:g} on average"}
-    return (drawn.get(cfg.depth_sampling, f"fixed {cfg.n_recur}") + (f", gradients through the last {cfg.bptt}" if cfg.bptt else "")
-            + ", every step supervised" * (cfg.loss == "every"))
 
 
 def router_lines(cfg, s):

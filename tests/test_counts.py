@@ -77,6 +77,9 @@ def test_the_page_about_a_model_shows_its_plan_and_its_counts():
                   "mean:", "(2, 8, 61)", "note: rope_theta=5.0"):
         assert words in page, words
     assert "mean:" not in describe(tiny(n_recur=2, sharing="sequence"))
+    for words, keys in (("depth fixed 3, every step supervised", dict(loss="every")), ("rank 2", dict(lora_rank=2)),
+                        ("poisson, 3 on average, gradients through the last 2; first state random", dict(update="inject", depth_sampling="poisson", bptt=2, state_init="random"))):
+        assert words in describe(tiny(n_recur=3, **keys))
 
 
 @pytest.mark.parametrize("router", ["expert", "token"])

@@ -2,7 +2,9 @@
 
     python -m pytest -q tests/test_exit.py
 """
+import copy
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -350,3 +352,21 @@ def test_exit_is_not_for_training_and_a_cache_is_made_for_it():
         for cache in (make_cache(model.eval(), 1, 4, None, made), no_cache(model.cfg, made)):
             with pytest.raises(ValueError, match=f"the cache was made {'for' if made else 'without'} early exit; make another one"):
                 model.feed(ids_BT, cache, exit=asked)
+
+
+def test_a_cache_for_exit_can_be_copied():
+    (model, exit), ids_BT = leavers("kl"), some_ids(2, 8)
+    cache = make_cache(model, 2, 8, None, "kl")
+    model.feed(ids_BT[:, :7], cache, **exit)
+    copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    logits, *others = (model.feed(ids_BT[:, 7:], c, **exit) for c in (cache, *copies))
+    assert all(torch.equal(logits, other) for other in others)
+
+
+def test_at_depth_0_there_is_no_exit_score_to_count():
+    cfg = tiny(**layout("1+2x4+2"), loss="every")
+    for exit in ("kl", "cdf"):
+        assert cfg.flops_per_token(16, depth=0, exit=exit) == cfg.flops_per_token(16, depth=0)
+        assert cfg.kv_io(16, depth=0, exit=exit) == cfg.kv_io(16, depth=0) == 16 * 3 and cfg.kv_io(16, exit=exit) == cfg.kv_io(16) + 16 * 3 * 2
+    with pytest.raises(ValueError, match="exit='sometimes' is not one of None, kl, cdf"):
+        cfg.flops_per_token(16, exit="sometimes")

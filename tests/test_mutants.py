@@ -555,12 +555,12 @@ MUTANTS = {
         "kept",
         "test_exit::test_a_compressed_cache_with_exit_folds_the_steps_that_a_token_took"),
     "the coda of later steps is not counted": (
-        "(1 if exit is None else max(1, depth))",
-        "1",
+        "cfg.n_coda * readings(depth, exit)) * seq_len",
+        "cfg.n_coda) * seq_len",
         "test_exit::test_exit_kv_bytes_are_those_of_the_cache_to_the_byte"),
     "the exit score costs nothing": (
-        "score = 0 if exit is None else depth * EXITS[exit].flops(self) + (depth - 1)",
-        "score = 0 if exit is None else (depth - 1)",
+        "score = 0 if exit is None else depth * EXITS[exit].flops(self) + (readings",
+        "score = 0 if exit is None else (readings",
         "test_exit::test_exit_flops_are_the_flops_of_a_real_forward"),
 }
 

@@ -57,6 +57,7 @@ def assert_same(grads, expected, **tolerance):
     (dict(LAYOUT, bptt=2), "bptt=2 does not go with update='replace' (the prelude learns through the anchor alone)"),
     (dict(RRT, update="inject", bptt=2), "bptt=2 does not go with lora_rank=3"),
     (dict(OURO, update="inject", bptt=2), "bptt=2 does not go with loss='every' (every step is supervised)"),
+    (dict(LAYOUT, update="gate", kv="share_v", bptt=2), "bptt=2 does not go with kv='share_v' (what is made at step 0 and kept would not learn)"),
     (dict(OURO, router="expert"), "loss='every' does not go with router='expert'"),
     (dict(OURO, sharing="middle_sequence"), "loss='every' does not go with sharing='middle_sequence'"),
     (dict(LAYOUT, loop_norm=True, router="expert"), "loop_norm=True does not go with router='expert'"),
@@ -114,6 +115,7 @@ def test_poisson_depths_have_the_distribution_of_their_formula():
 def test_without_a_mean_poisson_training_is_as_deep_as_evaluation_on_average():
     assert tiny(**POISSON).mean_depth == 4 and tiny(**{**POISSON, "n_recur": 9}).poisson_rate == 8
     assert tiny(**POISSON).trained_depths == (1, math.inf)
+    assert tiny(**OURO, depth_sampling="uniform", min_depth=2).trained_depths == (1, OURO["n_recur"])        # every step is supervised
 
 
 def test_two_ranks_draw_the_same_poisson_depth_and_first_states_of_their_own():

@@ -314,6 +314,11 @@ def test_model_keys_and_tokenizer_may_not_change_on_resume(go, place, tmp_path):
     folder = go(max_iters=1)
     before = (folder / "ckpt.pt").read_bytes()
     assert refusal(go, init_from="resume", n_recur=3).startswith("n_recur=3, but the checkpoint has n_recur=4")
+    state = torch.load(folder / "ckpt.pt")
+    torch.save({**state, "model_config": {k: v for k, v in state["model_config"].items() if k != "loop_norm"}}, folder / "ckpt.pt")     # an older one
+    assert refusal(go, init_from="resume", loop_norm=True).startswith("loop_norm=True, but the checkpoint has loop_norm=False")
+    torch.save(state, folder / "ckpt.pt")
+    before = (folder / "ckpt.pt").read_bytes()
     meta = json.loads((place / "data/toy/meta.json").read_text("utf-8"))
     Path("data").unlink()
     Path("data/toy").mkdir(parents=True)
