@@ -626,9 +626,11 @@ class KVCache:
         """A step is over. Exact slots stay as they are."""
 
     def carry(self, step, place_C):
-        """What those places hold of the step before goes on to `step`, for tokens that have left."""
+        """What those places hold of the step before goes on to `step`, for tokens that have left (where a step has slots of its own)."""
         for j in range(self.cfg.n_core):
-            self.core[self.core_slot(step, j)][:, place_C] = self.core[self.core_slot(step - 1, j)][:, place_C]
+            slot, before = self.core_slot(step, j), self.core_slot(step - 1, j)
+            if slot != before:
+                self.core[slot][:, place_C] = self.core[before][:, place_C]
 
     def compress(self, how, taken_P=None):
         """A cache with one slot per core block, as `how` says, in place of this one, whose outer slots it takes over. taken_P: how
@@ -676,9 +678,6 @@ class SharedCache(KVCache):
         if step:
             self.core_window = self.at_positions(who)._replace(place_C=None, real_C=None)
 
-    def carry(self, step, place_C):
-        """There is one slot for all steps."""
-
 
 class CompressedCache(KVCache):
     """`first`, `last`, `mean`: one slot per core block in place of one per (step, block)  [GRT, decoding].
@@ -712,9 +711,6 @@ class CompressedCache(KVCache):
         rows = slice(None) if row_n is None else [row for row, _ in row_n]
         for slot, kept in zip(self.core, self.scratch):
             slot[:, place_C] = kept[:, rows] = self.fold(kept[:, rows], slot[:, place_C], step)
-
-    def carry(self, step, place_C):
-        """There is one slot for all steps."""
 
 
 def half_kept(base, half):
@@ -803,12 +799,11 @@ class ExitCache(ExitNoCache):
         return self.inner.nbytes() + sum(slot.nbytes for slots in self.coda for slot in slots)
 
 
-# Which cache: by whose K/V a step attends to, and by what becomes of a token that stops: every = none does, stay = later steps
-# see it as it was (early exit), gone = they do not (routers).
-NO_CACHES = {("own", "every"): NoCache, ("own", "stay"): StayNoCache, ("own", "gone"): NoCache, **{("share", stops): KeptNoCache for stops in ("every", "stay", "gone")}}
-CACHES = {("own", "every"): KVCache, ("own", "stay"): KVCache, ("own", "gone"): ArrivalCache, **{("share", stops): SharedCache for stops in ("every", "stay", "gone")}}
-for table in (NO_CACHES, CACHES):
-    table.update({(f"share_{half}", stops): half_kept(table["own", stops], i) for i, half in enumerate("kv") for stops in ("every", "stay", "gone")})
+# Which caches, (of full forwards, of decoding): by whose K/V a step attends to, and by what becomes of a token that stops: every =
+# none does, stay = later steps see it as it was (early exit), gone = they do not (routers).
+OWN_CACHES = {"every": (NoCache, KVCache), "stay": (StayNoCache, KVCache), "gone": (NoCache, ArrivalCache)}
+CACHES = {("own", stops): pair for stops, pair in OWN_CACHES.items()} | {("share", stops): (KeptNoCache, SharedCache) for stops in OWN_CACHES} | {
+    (f"share_{half}", stops): tuple(half_kept(base, i) for base in pair) for stops, pair in OWN_CACHES.items() for i, half in enumerate("kv")}
 
 
 def stops(cfg, exit):
@@ -817,7 +812,7 @@ def stops(cfg, exit):
 
 def no_cache(cfg, exit=None):
     """For full forwards, with early exit or without."""
-    inner = NO_CACHES[cfg.kv, stops(cfg, exit)]()
+    inner = CACHES[cfg.kv, stops(cfg, exit)][0]()
     return inner if exit is None else ExitNoCache(inner)
 
 
@@ -2005,8 +2000,8 @@ def cache_dtype(model):
 
 def make_cache(model, n_rows, n_places, depth=None, exit=None):
     """An empty exact cache for `n_rows` rows of `n_places` tokens, on the weights' device and of the keys' dtype."""
-    kind, cfg = CACHES[model.cfg.kv, stops(model.cfg, exit)], model.cfg
-    inner = kind(cfg, n_rows, n_places, model.check_depth(depth), cache_dtype(model), model.embed.weight.device)
+    cfg = model.cfg
+    inner = CACHES[cfg.kv, stops(cfg, exit)][1](cfg, n_rows, n_places, model.check_depth(depth), cache_dtype(model), model.embed.weight.device)
     return inner if exit is None else ExitCache(inner)
 
 

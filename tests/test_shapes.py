@@ -16,7 +16,7 @@ import model as model_py
 
 SHAPE = re.compile(r"_([ABTSCLMNnDGHKFVEPQR1]+)$")
 # One Python number per row; and a table whose name happens to end in letters of the alphabet.
-LISTS = {"n_new_B", "length_B", "start_B", "stop_B", "last_B", "next_B", "n_A", "n_L", "n_new_A", "row_A", "start_A", "row_n", "NO_CACHES"}
+LISTS = {"n_new_B", "length_B", "start_B", "stop_B", "last_B", "next_B", "n_A", "n_L", "n_new_A", "row_A", "start_A", "row_n", "OWN_CACHES"}
 
 
 def named_tensors(scope):
