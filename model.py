@@ -4,7 +4,7 @@
 
 One picture, one loop. Everything that a configuration can ask for is a choice about it:
 
-    ids_BT -> [start: embed, prelude] -> h, e -> { read -> core -> write } x depth -> [finish: coda, norm, head] -> logits_BTV
+    ids_BT -> [start: embed, prelude] -> h, e -> { read -> core -> write -> look -> who goes on? } x depth -> [finish: coda, norm, head] -> logits_BTV
 
 `h` is the state that the loop rewrites; `e`, the anchor, is the prelude's output, which stays. A layout is written
 n_prelude + n_core x n_recur + n_coda: GPT-2 Small is 0+12x1+0, GRT Medium is 2+5x4+2. A *block* is a set of weights,
@@ -101,7 +101,7 @@ class GPTConfig:
     gate_temperature: float = key(1.0, "tau: the gate's logit is divided by it, before the noise")
     proj_init: str = key("normal", "adapter's start: normal = N(0, 0.02), identity = reads the state and ignores the anchor")
     sandwich_norm: bool = key(False, "a norm after each residual sum too (Huginn)")
-    loop_norm: bool = key(False, "a norm of the state after every step (Ouro); without a coda it is the final norm as well")
+    loop_norm: bool = key(False, "a norm of the state after every step (Ouro); without a coda it is the final norm as well, and depth 0 has none")
     rope_theta: float = key(10000.0, "RoPE's base period (llama blocks)")
     norm_eps: float = key(1e-5, "epsilon of every norm")
 
@@ -226,6 +226,7 @@ class GPTConfig:
                  (self.bptt is not None and self.bptt >= self.trained_depths[1], "training takes no more steps", ("bptt",)),
                  (self.state_init == "anchor", "the first state is the anchor", ("state_std", "state_seed")),
                  (self.loss == "last", "one step is supervised", ("exit_entropy",)),
+                 (self.n_recur == 1, "there is one step, and nothing to choose from", ("loss",)),
                  (self.block != "llama", "only llama blocks rotate", ("rope_theta",)),
                  (self.router == "none", "there is no router", ("router_kind", "router_width", "router_alpha", "router_loss", "router_z_loss")),
                  (self.router != "expert", "router is not expert", ("threshold",)),
@@ -248,7 +249,7 @@ class GPTConfig:
     first_std = property(lambda self: self.state_std or 0.02 * (2 if self.block == "gpt2" else 1) ** 0.5)        # of one table, or of two
     poisson_rate = property(lambda self: self.n_recur - 1 if self.poisson_mean is None else self.poisson_mean)
     mean_depth = property(lambda self: {"uniform": (self.min_depth + self.n_recur) / 2, "poisson": self.poisson_rate + 1}.get(self.depth_sampling, self.n_recur))
-    random = property(lambda self: self.state_noise > 0 or self.gate_noise > 0 or self.state_init == "random")      # a training step's arithmetic
+    random = property(lambda self: self.state_noise > 0 or self.gate_noise > 0 or self.state_init == "random")      # does a training step draw anything?
     own_steps = property(lambda self: (self.router != "none") * "a router" or (self.lora_rank > 0) * "low-rank additions")
     router_weight = property(lambda self: 0.0 if self.router_choice == "random" else {"expert": 0.016, "token": 0.1}.get(self.router, 0.0)
                              if self.router_loss is None else self.router_loss)
@@ -1637,10 +1638,10 @@ class AtEnd:
 
 
 class AtEvery(AtEnd):
-    """loss=every: each step's state is read, features (R, B, T, D). The coda's insides are computed again in backward: kept for
+    """loss=every: each step's state is read, features (steps run, B, T, D). The coda's insides are computed again in backward: kept for
     every step they would be as much as the core's."""
 
-    def __init__(self, model, outer, cache):
+    def __init__(self, model, outer, cache, threshold=None):
         super().__init__(model, outer, cache)
         again = len(model.coda) and torch.is_grad_enabled()
         self.finish = functools.partial(checkpoint, model.finish, use_reentrant=False) if again else model.finish
@@ -1648,8 +1649,8 @@ class AtEvery(AtEnd):
     def look(self, h_BTD, who, step):
         return who._replace(states=(*who.states, h_BTD))      # with who, so that they leave the loop where its gradients come in
 
-    def features(self, h_BTD, who):
-        return torch.stack([self.finish(x_BTD, self.outer, self.cache.coda_seat) for x_BTD in who.states or (h_BTD,)])
+    def features(self, h_BTD, who, pick=slice(None)):
+        return torch.stack([self.finish(x_BTD, self.outer, self.cache.coda_seat, pick) for x_BTD in who.states or (h_BTD,)])
 
 
 class Exit(AtEnd):
@@ -1783,7 +1784,7 @@ class GPT(nn.Module):
             noise = Noise(self.cfg, own) if self.cfg.random else Silence()
         depth, cache = self.check_depth(depth), no_cache(self.cfg, exit)
         e_BTD, outer = self.start(ids_BT, cache, routing=routing or ("topk" if self.training else "causal"))
-        watch = WATCHES[kind](self, outer, cache) if exit is None else EXITS[exit](self, outer, cache, exit_threshold)
+        watch = (EXITS[exit] if exit else WATCHES[kind])(self, outer, cache, exit_threshold)
         h_BTD, who = self.recursion(e_BTD, outer, depth, noise, cache, watch)
         x = watch.features(h_BTD, who)                                                # loss=every: of every step
         logits_BTV = None if self.cfg.fused_loss and targets_BT is not None else self.head(x if x.dim() == 3 else x[-1])
@@ -1847,8 +1848,8 @@ class GPT(nn.Module):
         if why:
             raise ValueError(f"exit={exit!r} does not go with this model: {why}")
         threshold = EXITS[exit].default if threshold is None else threshold
-        if not 0 <= threshold <= (1 if exit == "cdf" else math.inf):
-            raise ValueError(f"exit_threshold={threshold} is out of range; {exit} takes " + ("0 to 1" if exit == "cdf" else "0 or more"))
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= (1 if exit == "cdf" else math.inf):
+            raise ValueError(f"exit_threshold={threshold!r} is out of range; {exit} takes " + ("0 to 1" if exit == "cdf" else "0 or more"))
         return threshold
 
     def blocks(self):
@@ -1965,7 +1966,7 @@ def stream(model, rows, max_new_tokens, temperature=1.0, top_k=None, top_p=None,
         raise ValueError("an empty prompt has nothing to continue; begin with one token, for example end-of-text")
     context, store = [list(row) for row in rows], None
     try:
-        model.eval()
+        model.eval().check_exit(exit, exit_threshold)
         for i in range(max_new_tokens):
             if max(map(len, context)) > model.cfg.block_size:
                 context, store = [keep_newer_half(row, model.cfg.block_size) for row in context], None
