@@ -99,7 +99,8 @@ class GPTConfig:
     gate_noise: float = key(0.0, "std of the per-token noise inside the gate's sigmoid, training only (GRT: 0.1)")
     gate_bias: float = key(4.0, "initial b2 of the gate: +4 keeps .982 of the old state at every step")
     gate_temperature: float = key(1.0, "tau: the gate's logit is divided by it, before the noise")
-    proj_init: str = key("normal", "adapter's start: normal = N(0, 0.02), identity = reads the state and ignores the anchor")
+    proj_init: str = key("normal", "adapter's start: normal = N(0, 0.02) at any width (GRT); scaled = N(0, 1 / sqrt(2 n_embd)), which lets small widths through as "
+                         "0.02 does at 1250; identity = reads the state and ignores the anchor")
     sandwich_norm: bool = key(False, "a norm after each residual sum too (Huginn)")
     loop_norm: bool = key(False, "a norm of the state after every step (Ouro); without a coda it is the final norm as well, and depth 0 has none")
     rope_theta: float = key(10000.0, "RoPE's base period (llama blocks)")
@@ -1364,7 +1365,7 @@ class Replace(nn.Module):
         return 0, 0
 
 
-PROJ_INITS = ("normal", "identity")
+PROJ_INITS = ("normal", "scaled", "identity")
 
 
 class Inject(Replace):
@@ -1881,6 +1882,9 @@ class GPT(nn.Module):
                 for linear in (block.attention.output, block.mlp.down):
                     nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.cfg.executed_blocks()))
         update = self.recursion.update
+        if self.cfg.proj_init == "scaled" and isinstance(update, Inject):
+            for linear in (update.from_state, update.from_anchor):
+                nn.init.normal_(linear.weight, std=(2 * self.cfg.n_embd) ** -0.5)
         if self.cfg.proj_init == "identity" and isinstance(update, Inject):
             nn.init.eye_(update.from_state.weight)
             nn.init.zeros_(update.from_anchor.weight)

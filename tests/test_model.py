@@ -63,7 +63,7 @@ def forward(model, ids_BT, **options):
     (dict(router="expert", router_alpha=-1.0), "router_alpha=-1.0 must be positive"),
     (dict(loss="all"), "loss='all' is not one of last, every"),
     (dict(depth_sampling="often"), "depth_sampling='often' is not one of fixed, uniform, poisson"),
-    (dict(proj_init="zero"), "proj_init='zero' is not one of normal, identity"),
+    (dict(proj_init="zero"), "proj_init='zero' is not one of normal, scaled, identity"),
     (dict(sharing="loop"), "sharing='loop' is not one of cycle"),
     (dict(n_core=0), "n_core=0 is too small"),
     (dict(n_recur=0), "n_recur=0 is too small"),
@@ -687,3 +687,14 @@ def test_twelve_blocks_share_one_graph():
     model = loud(tiny(n_core=12))
     after = count_graphs(model, [lambda: forward(model, some_ids(2, 8))])
     assert after[0] <= 3
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_a_scaled_adapter_passes_on_as_much_as_it_reads_at_any_width(width):
+    torch.manual_seed(0)
+    gains = {}
+    for start in ("normal", "scaled"):
+        update = GPT(tiny(n_recur=2, n_embd=width, update="inject", proj_init=start)).recursion.update
+        h_BTD, e_BTD = torch.randn(2, 8, 64, width)
+        gains[start] = update.read(h_BTD, update.anchor(e_BTD)).std().item()
+    assert gains["scaled"] == pytest.approx(1, abs=0.15) and gains["normal"] == pytest.approx(0.02 * (2 * width) ** 0.5, rel=0.15)

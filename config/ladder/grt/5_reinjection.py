@@ -4,6 +4,7 @@ n_core = 1                  # one block is the whole loop
 n_recur = 4                 # see n_prelude
 n_coda = 1                  # see n_prelude
 update = "inject"           # every step reads the prelude's output again, through an adapter
+proj_init = "scaled"        # the adapter passes on what it reads: at this width the papers' N(0, 0.02) leaves a third of it (NOTES)
 state_noise = 0.02          # as large as the embeddings are at the start (grt_tiny)
 depth_sampling = "uniform"  # as in all recurrent rungs: 1 to n_recur, one draw per micro-batch
 block = "llama"             # as grt_tiny, like all that follows

@@ -4,6 +4,7 @@ n_core = 1                  # one block is the whole loop
 n_recur = 4                 # see n_prelude
 n_coda = 1                  # see n_prelude
 update = "inject"           # every step reads the text again: the first state knows nothing of it
+proj_init = "scaled"        # the adapter passes on what it reads: at this width the papers' N(0, 0.02) leaves a third of it (NOTES)
 state_init = "random"       # noise, as wide as the embeddings at the start (state_std: its default)
 depth_sampling = "poisson"  # log-normal Poisson, 4 steps on average (poisson_mean: its default) and now and then many more
 bptt = 8                    # gradients go back through the last eight steps alone

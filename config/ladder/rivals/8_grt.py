@@ -1,10 +1,11 @@
-"""GRT and its rivals at six executed blocks, the eighth: GRT as grt_tiny has it, 1+1x4+1."""
+"""GRT and its rivals at six executed blocks, the eighth: GRT as grt_tiny has it but for the start of the adapter, 1+1x4+1."""
 n_prelude = 1               # 1 + 1 x 4 + 1: six blocks executed, three owned
 n_core = 1                  # one block is the whole loop
 n_recur = 4                 # see n_prelude
 n_coda = 1                  # see n_prelude
 update = "gate"             # h = g h + (1 - g) core(W [h ; e])
-gate_bias = 0.0            # as grt_tiny: in a short run the paper's +4 leaves the loop out
+proj_init = "scaled"        # the adapter passes on what it reads: at this width the papers' N(0, 0.02) leaves a third of it (NOTES)
+gate_bias = 0.0             # as grt_tiny: in a short run the paper's +4 leaves the loop out
 state_noise = 0.02          # as large as the embeddings are at the start (grt_tiny)
 gate_noise = 0.1            # as in the paper
 depth_sampling = "uniform"  # as in all recurrent rungs: 1 to n_recur, one draw per micro-batch
