@@ -792,7 +792,10 @@ def report_ladder(name, trials, records, s, root):
     print(text)
     record = {"flags": trials[0].flags, "rows": rows, "pairs": pairs_of(rows)}
     path = root / f"{name}-{trials[0].settings.dataset}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out_dir={str(root)!r} cannot be written ({error.strerror}); choose another with --out_dir=")
     for suffix, content in ((".md", text), (".json", json.dumps(record, indent=1) + "\n")):
         write_whole(path.with_name(path.name + suffix), lambda file: file.write(content.encode("utf-8")))
     draw_ladder(path.with_name(path.name + ".png"), name, [row for row in rows if row["val_loss"]])
@@ -876,7 +879,7 @@ def read_results(path):
     for line in lines:
         with contextlib.suppress(ValueError):
             record = json.loads(line)
-            if isinstance(record, dict) and {"settings", "results"} <= set(record):
+            if isinstance(record, dict) and {"commit", "torch"} <= set(record) and all(isinstance(record.get(part), dict) for part in ("settings", "results")):
                 records.append(record)
     return records
 
@@ -993,8 +996,8 @@ def harvest(trial):
     s, last = trial.settings, events["eval"][-1] if events["eval"] else {"step": -1}
     if last["step"] < s.max_iters:
         return None
-    cfg = s.build(GPTConfig, vocab_size=trial.decides["vocab_size"])
     made, commits = events["start"][-1], dict.fromkeys(event["commit"] for event in events["start"])             # several: resumed by newer code
+    cfg = s.build(GPTConfig, vocab_size=trial.decides["vocab_size"], block_size=made["settings"]["block_size"])   # a row of a synthetic set is shorter
     return {"ladder": trial.ladder, "config": trial.rung, "seed": s.seed, "flags": trial.flags,
             "fingerprint": fingerprint(trial.decides), "commit": ",".join(commits), "torch": made["torch"], "python": made["python"],
             "date": datetime.date.today().isoformat(),

@@ -163,8 +163,8 @@ def find_files(source, data_dir, skipped):
     if root.is_file():
         return [(root.name, root)]
     if not root.is_dir():
-        raise UserError(f"no file or folder '{source}'{config.near(source, HUB)}; SOURCE is stdlib, a text file, a .jsonl or "
-                        f".parquet file, a folder of them, or a set on the Hub: {', '.join(HUB)}")
+        raise UserError(f"no file or folder '{source}'{config.near(source, (*HUB, *TASKS))}; SOURCE is stdlib, a text file, "
+                        f"a .jsonl or .parquet file, a folder of them, {', '.join(TASKS)}, or a set on the Hub: {', '.join(HUB)}")
     found = []
     for folder, folders, names in os.walk(root, onerror=lambda error: skipped.update(["unreadable"])):
         if source == "stdlib":
@@ -861,7 +861,7 @@ def measure(model, s, state):
     try:
         meta = load_meta(s.data_dir, s.dataset)
         train.check_tokenizer(state, meta, s)
-        split = train.Split(s.data_dir, s.dataset, "val", meta, model.cfg.block_size)
+        split = train.open_split(s.data_dir, s.dataset, "val", meta, model.cfg.block_size)
     except UserError as error:
         print(f"note: no validation loss: {error}", file=sys.stderr)
         return math.nan

@@ -253,3 +253,10 @@ def test_weights_are_made_without_the_data_too_and_say_what_is_not_known(go, cap
     note = capsys.readouterr().err
     assert note.startswith("note: no validation loss: no data set 'toy' in elsewhere/") and np.isnan(checkpoint(folder)["val_loss"])
     assert checkpoint(folder)["settings"]["data_dir"] == "elsewhere"
+
+
+def test_a_run_on_a_synthetic_set_converts_with_the_loss_over_its_answers(go, tmp_path):
+    prepare.prepare("addition", data_dir=tmp_path / "data", max_tokens=24_000, quiet=True)
+    train.main(["toy.py", *flags(**DENSE | {"n_core": 4, "lora_rank": 0}), "--dataset=addition", "--block_size=48", "--eval_tokens=9999", "--out_dir=out/sums"])
+    start = checkpoint(go("out/sums", dataset="addition", block_size=48, eval_tokens=9999, lora_rank=FULL))
+    assert start["val_loss"] == pytest.approx(checkpoint("out/sums")["val_loss"], abs=1e-4)

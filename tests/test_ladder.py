@@ -19,6 +19,7 @@ import torch
 from toy import DENSE, flags, make_config, make_data, refusal
 
 import bench
+import prepare
 import train
 from config import UserError
 from model import GPTConfig
@@ -287,6 +288,7 @@ def test_ctrl_c_on_a_real_ladder_lets_its_runs_save(place, tmp_path):
 def test_the_file_of_a_ladders_results_only_grows_and_survives_a_half_written_line(go):
     go("toy.py", seeds=1)
     with open("results.jsonl", "ab") as file:
+        file.write(b'{"settings": 3, "results": 4}\n{"settings": {}, "results": {}}\n')      # by hand
         file.write(b'{"ladder": "cut')                                    # a kill, or a full disk
     before = Path("results.jsonl").read_bytes()
     assert go("toy.py", seeds="1,2")[3] == 1
@@ -385,6 +387,13 @@ def test_training_flops_of_a_ladder_are_those_of_the_depths_that_were_drawn(go, 
     assert results_of()[name, 5]["training_flops"] == pytest.approx(expected, rel=1e-9) and len(steps) == 4
 
 
+def test_training_flops_of_a_ladder_on_a_synthetic_set_are_of_its_shorter_rows(go, monkeypatch):
+    monkeypatch.setattr(prepare, "EXAMPLE_TOKENS", 24_000)
+    go("toy.py", seeds=5, dataset="phop", data_dir="made", block_size=256, depth_sampling="fixed")
+    cfg = train.parse(["toy.py", f"--block_size={prepare.ROW}"]).build(GPTConfig, vocab_size=320)
+    assert results_of()["toy", 5]["training_flops"] == 3 * 4 * 4 * prepare.ROW * cfg.flops_per_token(prepare.ROW)
+
+
 def test_training_flops_of_a_ladder_count_no_backward_through_steps_that_gradients_do_not_reach(go):
     go("toy.py", seeds=5, log_interval=1, update="inject", gate_noise=0.0, depth_sampling="poisson", bptt=2)
     (log,) = Path("out/ladder").glob("*/log.jsonl")
@@ -425,6 +434,11 @@ def test_a_ladder_draws_a_picture_and_without_matplotlib_says_so_in_one_line(go,
     ({"results": "."}, "results='.' cannot be")])
 def test_what_a_ladder_cannot_do_is_one_line(go, changes, words):
     assert words in refusal(go, "toy.py", **changes) and Inside.begun == []
+
+
+def test_a_ladders_folder_that_cannot_be_is_one_line(go):
+    Path("file").write_text("")
+    assert "out_dir='file/x' cannot be written" in refusal(go, "toy.py", out_dir="file/x", jobs=0)
 
 
 def test_a_rung_named_twice_in_a_ladder_is_refused(go):
