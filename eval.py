@@ -944,8 +944,16 @@ def report_answers(runs, s):
     rows = [(run.name, depth_name(run.model.cfg, p["depth"]), f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['accuracy']:.3f}",
              *(f"{p['accuracy_by_group'][name]:.3f}" if name in p["accuracy_by_group"] else "-" for name in groups), p["training"])
             for run, n in measured for p in n["points"]]
-    show(("run", "depth", "MFLOP/token", "all", *groups, ""), rows)
-    return {**measured[0][1], "compare": [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]}
+    show(("run", "depth", "MFLOP/token", "all", *groups, ""), [*guesses_of(runs, groups), *rows])
+    return {**measured[0][1], "no_model": {name: {"accuracy": share, "accuracy_by_group": by} for name, share, by in prepare.guess_rows(runs[0].meta)}, "compare": [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]}
+
+
+def guesses_of(runs, groups):
+    """Rows of the table for what is right without a model, on the whole split; once for each set of data."""
+    sets = {str(run.split.path): run for run in runs}
+    return [(name if len(sets) == 1 else f"{name}, {run.dataset}", "-", "-", f"{share:.3f}",
+             *(f"{by[group]:.3f}" if group in by else "-" for group in groups), "no model") for run in sets.values()
+            for name, share, by in prepare.guess_rows(run.meta)]
 
 
 # A part takes the runs, the first one in front, and the settings; it prints and returns its record.

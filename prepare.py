@@ -71,7 +71,7 @@ class PrepareConfig:
     data_dir: str = key("data", "Where the data sets are.")
     seed: int = key(0, "phop, addition: all examples follow from it.")
     hops: int = key(4, "phop: rows ask for 1 to this many hops.")
-    digits: int = key(4, "addition: numbers of 1 to this many digits.")
+    digits: int = key(4, "addition: numbers of 2 to this many digits.")
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------------
@@ -364,13 +364,17 @@ def one_line(error):
 # Rows stand alone and have one length, so a training window is a row. A hash of the example decides its split, so none is
 # in both; validation rows stand in order of difficulty, a group after the other.
 EXAMPLE_TOKENS = 5_000_000  # of both splits, where max_tokens does not say: a few minutes of training on a laptop, once over
+MOST_TOKENS = 100_000_000   # a set is made in memory, at up to some 70 bytes a token
 N_LETTERS = 4               # few: each comes again soon, and hops stay short
 ROW = 48                    # tokens: four hops go back a dozen, and short rows mean many steps a minute
 
 
 class Task(NamedTuple):
     level: str              # what the groups count, and the key that says how far they go is its plural
+    first: int              # the lowest level
     examples: Callable      # (generator, level, n) -> texts and answers (n, width) as ASCII, 0 = none asked; what decides the split (n)
+    tables: dict            # {name: what a table sees to guess an answer: (how many of the last tokens, whether the place in the example)}
+    hint: str               # how to ask a trained model, for sample.py
 
 
 def hop_examples(rng, hops, n):
@@ -426,39 +430,49 @@ def packed(text, answers):
     return rows.astype("<u2")
 
 
-TASKS = {"phop": Task("hop", hop_examples), "addition": Task("digit", sum_examples)}
+# Sums begin at two digits: of a hundred pairs of single ones, five would be the whole validation group.
+TASKS = {"phop": Task("hop", 1, hop_examples, {"by hops and letter": (1, False), "by hops and 4 letters": (4, False)},
+                      "phop answers after every letter; try --start=1abcab --max_new_tokens=1 --temperature=0"),
+         "addition": Task("digit", 2, sum_examples, {"by digits and place": (0, True), "by digits, place and character": (1, True)},
+                          "addition answers a sum, units first; try --start=17+25= --max_new_tokens=3 --temperature=0")}
 
 
 class Made:
-    """A synthetic set: TASKS[source] at levels 1 .. most, as many tokens of each."""
+    """A synthetic set: TASKS[source] at levels first .. most, as many tokens of each."""
 
     bytes = None
 
     def __init__(self, source, seed, most):
-        if not 1 <= most <= 9:
-            raise UserError(f"{TASKS[source].level}s={most} is out of range; choose 1 to 9")
-        self.task, self.seed, self.most = TASKS[source], seed, most
-        self.identity = {"made": {"source": source, "seed": seed, f"{self.task.level}s": most, "row": ROW}}
-        self.title = f"{source}: 1 to {most} {self.task.level}s, seed {seed}"
+        self.task, self.seed, self.levels = TASKS[source], seed, range(TASKS[source].first, most + 1)
+        if not self.task.first <= most <= 9:
+            raise UserError(f"{self.task.level}s={most} is out of range; choose {self.task.first} to 9")
+        # The tables' names are in it so that a set made before there were any is made again.
+        self.identity = {"made": {"source": source, "seed": seed, f"{self.task.level}s": most, "row": ROW, "tables": [*self.task.tables]}}
+        self.title = f"{source}: {self.task.first} to {most} {self.task.level}s, seed {seed}"
 
     def write(self, folder, val_fraction, max_tokens):
         """Both .bin files. Returns their part of meta.json."""
-        rows, n = {split: {} for split in SPLITS}, math.ceil((max_tokens or EXAMPLE_TOKENS) / ROW / self.most)
-        for level in range(1, self.most + 1):
-            text, answers, keys = self.task.examples(np.random.default_rng([self.seed, level]), level, n * self.each(level))
+        rows, different, widths = {split: {} for split in SPLITS}, {}, {}
+        n = math.ceil((max_tokens or EXAMPLE_TOKENS) / ROW / len(self.levels))
+        for level in self.levels:
+            name = f"{level} {self.task.level}{'s' * (level > 1)}"
+            widths[name] = self.width(level)
+            each = ROW // widths[name]
+            text, answers, keys = self.task.examples(np.random.default_rng([self.seed, level]), level, n * each)
             is_val = places(keys) < val_fraction
             for split, chosen in (("train", ~is_val), ("val", is_val)):
-                rows[split][f"{level} {self.task.level}{'s' * (level > 1)}"] = packed(text[chosen], answers[chosen])
+                rows[split][name] = packed(text[chosen], answers[chosen])
+            different[name] = len(np.unique(keys[is_val][: len(rows["val"][name]) * each]))
         for split in SPLITS:
             if short := [name for name, some in rows[split].items() if not len(some)]:
                 raise UserError(f"{self.title}: no {split} row of {short[0]}; give more max_tokens, or a val_fraction nearer to one half")
-        return {"dtype": "uint16", "row": ROW, "groups": {name: len(some) for name, some in rows["val"].items()},
+        return {"dtype": "uint16", "row": ROW, "groups": {name: len(some) for name, some in rows["val"].items()}, "different": different,
                 **{split: write_rows(folder / f"{split}.bin", np.concatenate([*rows[split].values()])) for split in SPLITS},
-                "baselines": guesses(*(np.concatenate([*rows[split].values()]) for split in SPLITS))}
+                **guesses(rows, self.task.tables, widths)}
 
-    def each(self, level):
-        """Examples of a level in a row."""
-        return ROW // self.task.examples(np.random.default_rng(0), level, 1)[0].shape[1]
+    def width(self, level):
+        """Tokens of an example."""
+        return self.task.examples(np.random.default_rng(0), level, 1)[0].shape[1]
 
 
 def write_rows(path, rows):
@@ -470,12 +484,47 @@ def write_rows(path, rows):
             "sha256": hashlib.sha256(raw).hexdigest()}
 
 
-def guesses(train, val):
-    """Share of the validation answers that are right without a model: always the commonest answer of training; the commonest
-    after the same token."""
-    train, val = train[train >> 8 > 0], val[val >> 8 > 0]
-    counts = np.bincount(train, minlength=2**16).reshape(256, 256)              # [answer, token]
-    return {"commonest": float((val >> 8 == counts.sum(1).argmax()).mean()), "by token": float((val >> 8 == counts.argmax(0)[val & 255]).mean())}
+def guesses(rows, tables, widths):
+    """Share of the validation answers that are right without a model, in all and by group: always the commonest answer of
+    training; the commonest after the same token; and the commonest where a group's own table saw the same. A model has
+    learned to hop, or to carry, only where it is better than they are. rows: {split: {group: its rows}}."""
+    split_up = np.cumsum([(some >> 8 > 0).sum() for some in rows["val"].values()])[:-1]
+    pooled = [np.concatenate([*rows[split].values()]) for split in SPLITS]
+    hits = {name: np.split(table_hits(*pooled, back), split_up) for name, back in (("commonest", 0), ("by token", 1))}
+    for name, (back, by_place) in tables.items():
+        hits[name] = [table_hits(rows["train"][group], rows["val"][group], back, widths[group] if by_place else 1) for group in rows["val"]]
+    return {"baselines": {name: float(np.concatenate(of).mean()) for name, of in hits.items()},
+            "baselines_by_group": {name: {group: float(some.mean()) for group, some in zip(rows["val"], of) if len(some)} for name, of in hits.items()}}
+
+
+def table_hits(train, val, back, width=1):
+    """For each answer asked for in the rows `val`, whether a table knows it that sees the last `back` tokens and the place
+    modulo `width`: it says what was commonest there in `train`, and in a place never seen the commonest of all."""
+    met = np.flatnonzero(np.bincount(train.ravel() & 255, minlength=256) + np.bincount(val.ravel() & 255, minlength=256))
+    n = len(met) + 1
+    small = np.zeros(256, np.int32)                                             # few characters are in use, so a table is small; 0: before the row
+    small[met] = np.arange(1, n)
+
+    def seen(rows):
+        asked, key = rows >> 8 > 0, np.broadcast_to(np.arange(ROW, dtype=np.int32) % width, rows.shape)
+        for j in range(back):
+            key = key * n + np.pad(small[rows & 255], ((0, 0), (j, 0)))[:, :ROW]
+        return key[asked], small[rows[asked] >> 8]
+
+    (key, answer), (val_key, val_answer) = seen(train), seen(val)
+    counts = np.bincount(key * n + answer, minlength=width * n**back * n).reshape(-1, n)
+    return np.where(counts.any(1), counts.argmax(1), counts.sum(0).argmax())[val_key] == val_answer
+
+
+def guess_rows(meta):
+    """(name, share, {group: share}) of each guess; no groups in sets that were made before they were counted."""
+    return [(name, share, meta.get("baselines_by_group", {}).get(name, {})) for name, share in meta["baselines"].items()]
+
+
+def guess_lines(meta):
+    width = max(map(len, meta["baselines"]))
+    return [f"{name:{width}} {share:.3f}" + (" | " + "  ".join(f"{group}: {part:.3f}" for group, part in groups.items()) if groups else "")
+            for name, share, groups in guess_rows(meta)]
 
 
 # ---- which document goes where -----------------------------------------------------------------------------------
@@ -952,7 +1001,7 @@ def prepare(source="stdlib", name=None, tokenizer="bytes", val_fraction=0.05, nu
     final = Path(data_dir, name)
     try:
         check_settings(final, source, val_fraction, num_proc, max_tokens, revision)
-        check_task(source, tokenizer, seed=seed, hops=hops, digits=digits)
+        check_task(source, tokenizer, field, max_tokens, seed=seed, hops=hops, digits=digits)
         if source in TASKS:
             origin = Made(source, seed, {"phop": hops, "addition": digits}[source])
         else:
@@ -999,15 +1048,19 @@ def check_settings(final, source, val_fraction, num_proc, max_tokens, revision):
                         "choose another --name")
 
 
-def check_task(source, tokenizer, **of_tasks):
+def check_task(source, tokenizer, field, max_tokens, **of_tasks):
     """Refuse keys that mean nothing for this source."""
-    default = {field.name: field.default for field in fields(PrepareConfig)}
+    default = {each.name: each.default for each in fields(PrepareConfig)}
     for name, value in of_tasks.items():
         users = [task for task in TASKS if name in ("seed", TASKS[task].level + "s")]
         if value != default[name] and source not in users:
             raise UserError(f"{name}={value} means nothing to {source}; it belongs to {' and '.join(users)}")
     if source in TASKS and tokenizer != "bytes":
         raise UserError(f"tokenizer={tokenizer!r}: {source} is made of single characters; leave it out")
+    if source in TASKS and field != default["field"]:
+        raise UserError(f"field={field!r} means nothing to {source}, which is made, not read; leave it out")
+    if source in TASKS and (max_tokens or 0) > MOST_TOKENS:
+        raise UserError(f"max_tokens={max_tokens}: {source} is made in memory; choose up to {MOST_TOKENS}")
     if of_tasks["seed"] < 0:
         raise UserError(f"seed={of_tasks['seed']} is negative; choose 0 or more")
 
@@ -1027,8 +1080,11 @@ def summary(final, meta):
     for split in SPLITS:
         m = meta[split]
         lines.append(f"{split:5}{m['documents']:12,}{m['bytes']:16,}{m['tokens']:16,}{m['bytes'] / m['tokens']:13.3f}")
-    what = "bits per byte of val, no model: " if "row" not in meta else f"share of {meta['val']['answers']:,} val answers right, no model: "
-    lines.append(what + ", ".join(f"{k} {v:.3f}" for k, v in meta["baselines"].items()))
+    if "row" in meta:
+        lines += ["different examples in val: " + ", ".join(f"{group}: {n:,}" for group, n in meta["different"].items()),
+                  f"share of {meta['val']['answers']:,} val answers right, no model:", *("  " + line for line in guess_lines(meta))]
+    else:
+        lines.append("bits per byte of val, no model: " + ", ".join(f"{k} {v:.3f}" for k, v in meta["baselines"].items()))
     where = "" if str(final.parent) == "data" else f" --data_dir={shlex.quote(str(final.parent))}"
     return "\n".join(lines + [f"next: python train.py --dataset={shlex.quote(final.name)}{where}"])
 

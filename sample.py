@@ -74,7 +74,16 @@ def load_run(out_dir, device):
                             f"here (fingerprints {state['fingerprint']} and {prepare.fingerprint(tokenizer)})")
         model = GPT(GPTConfig(**state["model_config"])).to(device).eval()
         model.load_state_dict(state["model"])
-        return model, tokenizer, {"folder": folder, "step": state["step"], "val_loss": state["val_loss"]}
+        return model, tokenizer, {"folder": folder, **{name: state[name] for name in ("step", "val_loss", "settings")}}
+
+
+def task_hint(settings):
+    """How to ask a model that was trained on a synthetic set, whose answers are no text to go on with; None for any other."""
+    try:
+        source = prepare.load_meta(settings["data_dir"], settings["dataset"]).get("made", {}).get("source")
+    except (UserError, KeyError):                                                # its data is gone: the name may tell
+        source = settings.get("dataset")
+    return prepare.TASKS[source].hint if source in prepare.TASKS else None
 
 
 def depth_meaning(cfg, depth):
@@ -307,6 +316,8 @@ def main(argv):
     model, tokenizer, about = load_run(s.out_dir, device)
     say(f"{about['folder']}: {model.cfg.layout} update={model.cfg.update}, step {about['step']}, validation {about['val_loss']:.3f} nats/token; "
         f"{depth_meaning(model.cfg, s.recursions)}; {device} {dtype}")
+    if s.trace is None and not any(s.start) and (hint := task_hint(about["settings"])):
+        say(f"note: {hint}")
     if s.color and model.cfg.n_recur == 1:
         raise UserError(f"--color=True: this model ({model.cfg.layout}) has no recursion, so all tokens take the same step; leave the flag out")
     if s.exit and s.trace is not None:

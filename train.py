@@ -947,13 +947,14 @@ def start_page(settings, cfg, meta, folder, device, dtype, compiled, world):
     width = max(map(len, changed), default=0)
     lines = [f"  {name:<{width}} = {value!r:<12} {settings.origins[name]}" for name, value in changed.items()]
     lines += [f"  ({len(settings.values) - len(changed)} more keys at their defaults: {folder / 'config.py'})"]
-    baselines = "   ".join(f"{name} {value:.3f}" for name, value in meta["baselines"].items())
-    of = "bits per byte on validation text" if "row" not in meta else "share of the validation answers right"
+    baselines = ["   ".join(f"{name} {value:.3f}" for name, value in meta["baselines"].items()) + "   bits per byte on validation text"]
+    if "row" in meta:
+        baselines = ["share of the validation answers right without a model", *prepare.guess_lines(meta)]
     gate = f" update={cfg.update}" + (f" (gate bias {cfg.gate_bias:+g})" if cfg.update == "gate" else "")
     several = f"; {world.size} processes ({settings.parallel}), {A // world.size} micro-batches each" if world.size > 1 else ""
     lines += [f"data       {settings.dataset}: " + ", ".join(f"{meta[split]['tokens']:,} {split} tokens" for split in prepare.SPLITS)
               + f", tokenizer {meta['tokenizer']} {meta['fingerprint']}, vocabulary {meta['vocab_size']} (model {cfg.vocab_size})",
-              f"baselines  {baselines}   {of}",
+              "baselines  " + f"\n{'':11}".join(baselines),
               f"model      {cfg.layout} {cfg.block}{gate}: {cfg.n_params():,} unique parameters, {cfg.executed_blocks()} blocks "
               f"executed from {cfg.n_prelude + cfg.n_core + cfg.n_coda}",
               *router_lines(cfg, settings),
@@ -1294,7 +1295,8 @@ def show_answers(folder, split, device="cpu"):
     model.load_state_dict(state["model"])
     sizes = [*split.groups.values()]
     ids_BT, targets_BT = split.batch([sum(sizes[:i]) for i in range(len(sizes))], device)
-    said_BT, asked_BT, width, lines = model(ids_BT).logits.argmax(-1).clamp(max=255), targets_BT != -100, max(map(len, split.groups)), []
+    said_BT, asked_BT, width, lines = model(ids_BT).logits.argmax(-1), targets_BT != -100, max(map(len, split.groups)), []
+    said_BT[(said_BT < 33) | (said_BT > 126)] = ord("?")                         # an answer that no terminal should see raw
     for name, ids_T, said_T, targets_T, asked_T in zip(split.groups, ids_BT, said_BT, targets_BT, asked_BT):
         answers = said_T.where(asked_T, 32)
         wrong = torch.full_like(ids_T, 32).masked_fill(asked_T & (said_T != targets_T), 94)

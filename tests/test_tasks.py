@@ -93,8 +93,16 @@ def test_validation_rows_of_a_task_stand_group_by_group(place, name):
     meta = prepare.load_meta(place / "data", name)
     levels = {"phop": lambda text: int(text[0]), "addition": lambda text: text.index("+")}[name]
     found = [levels(text) for text, _ in rows_of(place / "data", name, "val")]
-    assert found == sorted(found) and [found.count(level) for level in range(1, 5)] == list(meta["groups"].values())
-    assert [*meta["groups"]][:2] == {"phop": ["1 hop", "2 hops"], "addition": ["1 digit", "2 digits"]}[name]
+    assert found == sorted(found) and [found.count(level) for level in range(prepare.TASKS[name].first, 5)] == list(meta["groups"].values())
+    assert [*meta["groups"]][:2] == {"phop": ["1 hop", "2 hops"], "addition": ["2 digits", "3 digits"]}[name]
+
+
+@pytest.mark.parametrize("name", prepare.TASKS)
+def test_different_validation_examples_of_a_task_are_counted_by_group(place, name):
+    meta, found = prepare.load_meta(place / "data", name), {}
+    for group, text in zip([group for group, n in meta["groups"].items() for _ in range(n)], rows_of(place / "data", name, "val")):
+        found.setdefault(group, set()).update(re.findall({"phop": r"[a-z]+", "addition": r"\d+\+\d+"}[name], text[0]))
+    assert meta["different"] == {group: len(some) for group, some in found.items()} and min(meta["different"].values()) > 5
 
 
 @pytest.mark.parametrize("name", prepare.TASKS)
@@ -106,6 +114,35 @@ def test_the_baselines_of_a_task_are_guesses_learned_in_training(place, name):
     assert meta["val"]["answers"] == len(val_pairs)
     assert meta["baselines"]["commonest"] == pytest.approx(sum(answer == commonest for _, answer in val_pairs) / len(val_pairs))
     assert meta["baselines"]["by token"] == pytest.approx(sum(answer == after[token] for token, answer in val_pairs) / len(val_pairs))
+
+
+@pytest.mark.parametrize("name", prepare.TASKS)
+def test_a_table_of_a_task_guesses_what_was_commonest_in_training_where_it_saw_the_same(place, name):
+    meta = prepare.load_meta(place / "data", name)
+    level = {"phop": lambda text: text[0], "addition": lambda text: text.index("+")}[name]
+
+    def asked(split, back, by_place):
+        for text, answers in rows_of(place / "data", name, split):
+            width = text.index(";") + 1 if name == "addition" else len(text)
+            for i, answer in enumerate(answers):
+                if answer != " ":
+                    yield level(text), (i % width if by_place else None, text[max(0, i + 1 - back) : i + 1]), answer
+
+    for guess, (back, by_place) in prepare.TASKS[name].tables.items():
+        met, hits = {}, {}
+        for group, saw, answer in asked("train", back, by_place):
+            met.setdefault(group, {}).setdefault(saw, Counter())[answer] += 1
+        best = lambda count: min(count, key=lambda answer: (-count[answer], answer))              # of equals the first, as in the alphabet
+        for group, saw, answer in asked("val", back, by_place):
+            count = met[group].get(saw) or sum(met[group].values(), Counter())
+            hits.setdefault(group, []).append(answer == best(count))
+        assert list(meta["baselines_by_group"][guess].values()) == pytest.approx([np.mean(some) for some in hits.values()]), guess
+        assert meta["baselines"][guess] == pytest.approx(np.mean(sum(hits.values(), []))) and len(hits) == len(meta["groups"])
+
+
+def test_a_letter_is_guessed_better_by_a_table_that_knows_more(place):
+    share = [*prepare.load_meta(place / "data", "phop")["baselines"].values()]
+    assert share[0] < share[2] - 0.05 < share[3] - 0.1
 
 
 # ---- who sees what
@@ -131,6 +168,10 @@ def test_a_task_follows_from_its_seed_and_is_made_once(tmp_path, capsys):
     capsys.readouterr()
     made("a")
     assert "up to date" in capsys.readouterr().out
+    meta = prepare.load_meta(tmp_path / "a", "phop")
+    (first / "meta.json").write_text(json.dumps(meta | {"made": {k: v for k, v in meta["made"].items() if k != "tables"}}), "utf-8")
+    assert "changed: made" in (made("a"), capsys.readouterr().out)[1]                    # it has fewer guesses, and the same rows
+    assert (first / "train.bin").read_bytes() == (second / "train.bin").read_bytes()
     assert "changed: made" in (made("a", seed=3), capsys.readouterr().out)[1]
     assert [*prepare.load_meta(tmp_path / "a", (made("a", hops=2)).name)["groups"]] == ["1 hop", "2 hops"]
     assert (first / "train.bin").read_bytes() != (second / "train.bin").read_bytes()
@@ -201,7 +242,9 @@ def test_who_knows_all_answers_of_a_task_is_always_right_and_the_last_depth_spea
 def test_a_run_on_a_task_tells_right_answers_and_no_bits(go, capsys):
     folder = go(eval_tokens=SIZE, sample_tokens=1)
     out = capsys.readouterr().out
-    assert f"block_size     = {prepare.ROW}           fits phop" in out and "bits/byte" not in out and "share of the validation answers right" in out
+    assert f"block_size     = {prepare.ROW}           fits phop" in out and "bits/byte" not in out
+    guesses = prepare.load_meta("data", "phop")["baselines_by_group"]["by hops and 4 letters"]
+    assert "share of the validation answers right without a model" in out and f"| 1 hop: {guesses['1 hop']:.3f}  2 hops: {guesses['2 hops']:.3f}" in out
     last = [json.loads(line) for line in (folder / "log.jsonl").read_text("utf-8").splitlines()][-1]
     assert last["event"] == "eval" and "bits_per_byte" not in last and [*last["accuracy_by_depth"]] == ["1", "2", "4"]
     assert last["accuracy"] == last["accuracy_by_depth"]["4"] and [*last["accuracy_by_group"]] == ["1 hop", "2 hops", "3 hops", "4 hops"]
@@ -212,7 +255,7 @@ def test_a_run_on_a_task_tells_right_answers_and_no_bits(go, capsys):
     for text, said, marks in zip(texts, answers, wrong):
         asked, said = right[text].ljust(prepare.ROW), said.ljust(prepare.ROW)
         assert [i for i, c in enumerate(marks) if c == "^"] == [i for i in range(prepare.ROW) if asked[i] != said[i]]
-    assert len(texts) == 4
+    assert len(texts) == 4 and all(" " <= c <= "~" for line in shown for c in line)
 
     train.main([str(folder / "config.py"), "--init_from=resume", f"--out_dir={folder}", "--max_iters=5", "--sample_tokens=0"])
     assert "resume: max_iters was 4, now 5" in (out := capsys.readouterr().out) and "block_size was" not in out
@@ -231,6 +274,10 @@ def test_eval_answers_are_those_of_training_at_every_depth_and_by_group(go, caps
     assert {str(d): pytest.approx(at[d]["accuracy"]) for d in (1, 2, 4)} == last["accuracy_by_depth"] and at[0]["accuracy"] != at[1]["accuracy"]
     assert at[4]["accuracy_by_group"] == pytest.approx(last["accuracy_by_group"]) and max(at) == 8
     assert [p["depth"] for p in record["compare"][0]["points"]] == [0, 0.5, 1] and lines[1].split()[3:5] == ["all", "1"]
+    meta = prepare.load_meta("data", "phop")
+    assert [line.split("  ")[0] for line in lines[2:7]] == [*meta["baselines"], str(folder)] and lines[5].split()[-2:] == ["no", "model"]
+    assert lines[5].split()[7:9] == [f"{meta['baselines']['by hops and 4 letters']:.3f}", f"{meta['baselines_by_group']['by hops and 4 letters']['1 hop']:.3f}"]
+    assert record["no_model"]["by token"]["accuracy"] == meta["baselines"]["by token"]
     evaluation.main([f"--out_dir={folder}", f"--eval_tokens={SIZE // 10}", "--exit_tokens=0"])
     out = capsys.readouterr().out
     parts = json.loads(out.splitlines()[-1])["parts"]
@@ -241,10 +288,47 @@ def test_eval_answers_are_those_of_training_at_every_depth_and_by_group(go, caps
 def test_sampling_answers_the_prompt_of_a_task(go, capsysbinary):
     folder = go()
     capsysbinary.readouterr()
-    sample.main(["--start=2abcab", "--max_new_tokens=1", "--temperature=0", f"--out_dir={folder}"])
+    sample.main(["--start=1abcab", "--max_new_tokens=1", "--temperature=0", f"--out_dir={folder}"])
     model, _, _ = sample.load_run(folder, "cpu")
-    best = model(torch.tensor([list(b"2abcab")])).logits[0, -1].argmax().item()
-    assert capsysbinary.readouterr().out == b"2abcab" + (bytes([best]) if best < 128 else b"\xef\xbf\xbd") + b"\n"
+    best, (out, err) = model(torch.tensor([list(b"1abcab")])).logits[0, -1].argmax().item(), capsysbinary.readouterr()
+    assert out == b"1abcab" + (bytes([best]) if best < 128 else b"\xef\xbf\xbd") + b"\n" and b"note" not in err
+    sample.main(["--max_new_tokens=1", f"--out_dir={folder}"])
+    note = f"note: {prepare.TASKS['phop'].hint}\n".encode()
+    assert b"--start=1abcab --max_new_tokens=1" in note and note in capsysbinary.readouterr().err
+    Path("data").unlink()                                                                # the name of its set tells as well
+    sample.main(["--max_new_tokens=1", f"--out_dir={folder}"])
+    assert note in capsysbinary.readouterr().err
+
+
+def test_a_text_has_no_hint_and_no_prompt_of_a_hint_goes_unanswered(place):
+    settings = {"data_dir": str(place / "data"), "dataset": "toy"}
+    assert sample.task_hint(settings) is None and sample.task_hint({"dataset": "gone", "data_dir": "none"}) is None
+    prompt, n = re.search(r"--start=(\S+) --max_new_tokens=(\d)", prepare.TASKS["addition"].hint).groups()
+    assert (prompt, n) == ("17+25=", "3") and hop("1abcab", 5) == 3
+
+
+def test_a_set_made_before_its_guesses_were_counted_still_works(place, go, capsys):
+    made = prepare.prepare("phop", data_dir="old", max_tokens=SIZE, quiet=True)
+    meta = json.loads((made / "meta.json").read_text("utf-8"))
+    del meta["baselines_by_group"], meta["different"], meta["made"]["tables"]
+    (made / "meta.json").write_text(json.dumps(meta | {"baselines": {"commonest": 0.25, "by token": 0.125}}), "utf-8")
+    folder = go(data_dir="old", eval_tokens=SIZE // 10, sample_tokens=0, max_iters=1)
+    assert re.search(r"commonest 0.250\n +by token  0.125\n", capsys.readouterr().out)
+    evaluation.main(["answers", f"--out_dir={folder}", f"--eval_tokens={SIZE // 10}"])
+    assert re.search(r"by token +- +- +0.125 +- .*no model", capsys.readouterr().out)
+
+
+def test_answers_that_no_terminal_should_see_are_question_marks(go):
+    folder, split = go(sample_tokens=0), opened(Path("."))
+    state = torch.load(folder / "ckpt.pt", weights_only=True)
+    names = [name for name, of in state["model"].items() if name.startswith(("embed", "head"))]
+    for token in (27, 155, 300):
+        for name in names:
+            state["model"][name] *= 0                                                    # so that this id alone stands out
+            state["model"][name][token] = 1
+        torch.save(state, folder / "ckpt.pt")
+        said = train.show_answers(folder, split).splitlines()[1][8:].split()
+        assert said and {*"".join(said)} <= {"?", "\x1b"[:0] or "?"}
 
 
 def test_a_task_is_made_on_first_use(tmp_path, monkeypatch):
@@ -264,6 +348,8 @@ def test_mistakes_about_a_task_are_one_line(place, tmp_path, monkeypatch):
     assert make("stdlib", hops=3) == "hops=3 means nothing to stdlib; it belongs to phop"
     assert "belongs to phop and addition" in make("stdlib", seed=3) and "digits=3 means nothing to phop" in make(digits=3)
     assert make(seed=-1) == "seed=-1 is negative; choose 0 or more" and "single characters" in make(tokenizer="gpt2")
+    assert make(max_tokens=10**12) == "max_tokens=1000000000000: phop is made in memory; choose up to 100000000"
+    assert "field='x' means nothing to addition" in make("addition", field="x") and make("addition", digits=1) == "digits=1 is out of range; choose 2 to 9"
     assert "; give more max_tokens, or a val_fraction nearer" in make(max_tokens=500) and not list(tmp_path.glob("phop*"))
     assert refusal(opened, place, block_size=20) == f"block_size=20 is shorter than a row of phop; use --block_size={prepare.ROW}"
     assert "python prepare.py phop;" in refusal(prepare.load_meta, tmp_path, "phop")
