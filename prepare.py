@@ -499,7 +499,8 @@ def guesses(rows, tables, widths):
 
 def table_hits(train, val, back, width=1):
     """For each answer asked for in the rows `val`, whether a table knows it that sees the last `back` tokens and the place
-    modulo `width`: it says what was commonest there in `train`, and in a place never seen the commonest of all."""
+    modulo `width`: it says what was commonest there in `train`, and where it saw nothing the commonest of all. Every answer
+    stands as a character in some row."""
     met = np.flatnonzero(np.bincount(train.ravel() & 255, minlength=256) + np.bincount(val.ravel() & 255, minlength=256))
     n = len(met) + 1
     small = np.zeros(256, np.int32)                                             # few characters are in use, so a table is small; 0: before the row

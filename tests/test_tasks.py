@@ -144,6 +144,15 @@ def test_a_table_of_a_task_guesses_what_was_commonest_in_training_where_it_saw_t
         assert meta["baselines"][guess] == pytest.approx(np.mean(sum(hits.values(), []))) and len(hits) == len(meta["groups"])
 
 
+def test_a_table_says_the_commonest_of_all_where_it_has_seen_nothing():
+    rows = lambda text, answers: prepare.packed(*(np.frombuffer(s.ljust(prepare.ROW, fill).encode(), np.uint8)[None].astype(int)
+                                                  for s, fill in ((text, ";"), (answers, "\0"))))
+    seen, asked, yes, no = rows("abacab", "babcba"), rows("abcba", "bacbb"), True, False
+    assert prepare.table_hits(seen, asked, 1).tolist() == [yes, yes, yes, no, yes]               # a: b, b: a, c: c
+    assert prepare.table_hits(seen, asked, 2).tolist() == [yes, yes, no, yes, yes]               # bc and cb are new, so b
+    assert prepare.table_hits(seen, asked, 0, 2).tolist() == [yes, yes, no, no, yes]             # b in even places, a in odd ones
+
+
 def test_a_letter_is_guessed_better_by_a_table_that_knows_more(place):
     share = [*prepare.load_meta(place / "data", "phop")["baselines"].values()]
     assert share[0] < share[2] - 0.05 < share[3] - 0.1
