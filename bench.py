@@ -6,7 +6,7 @@
     python bench.py train config/bench/vanilla_14.py config/bench/mor3_14.py # a routed step beside the dense one of its unrolled depth
     python bench.py generate config/grt_tiny.py --batch_size=4               # cached generation over uncached
     python bench.py decode config/bench/mor3_14.py --batch_size=1            # time per token against the steps that a router allows
-    python bench.py ladder config/ladder/rivals --seeds=1,2,3                # train every config of a folder, one table of losses
+    python bench.py ladder config/ladder/rivals/*.py --seeds=1,2,3           # train every config of a folder, one table of losses
 
 table reads no config file: it writes PUBLISHED.md, every row of the papers' tables as a command, with what is counted here and
 what was published. Nothing is run.
@@ -24,7 +24,7 @@ one step more costs the same model without a router, with as many rows in as lon
 stop at different steps, a step counts as much as a pass with as many rows: a row that has stopped is to cost nothing.
 Caches begin at the declared capacities; steps imposed beyond them make them grow, and that is in the time.
 
-ladder: train.py for every config (a folder stands for those in it, here as in every mode) at every seed, --jobs at a
+ladder: train.py for every config (in every mode a folder, as config/ladder/rivals, stands for those in it) at every seed, --jobs at a
 time, with the flags of train.py that are given. A run that is recorded in config/ladder/results.jsonl with the same
 settings on the same data is not trained again; one that was killed goes on; Ctrl-C lets all save. The table, its record
 and a picture are in out/ladder. --jobs=0 trains nothing and prints what is recorded.
@@ -1254,7 +1254,7 @@ def settings_of(argv):
     s = config.parse(argv, schema, __doc__, words=words)
     mode, folders = s.words[:1], [word for word in s.words[1:] if Path(word).is_dir()]
     if len(s.words) != 1 + len(folders) or mode[0] not in MODES:
-        raise UserError(f"bench.py takes one mode, {' or '.join(MODES)}, and config files or folders of them, got {' '.join(s.words) or 'none'}")
+        raise UserError(f"bench.py takes one mode, {' or '.join(MODES)}, got {' '.join(s.words) or 'none'}; the rest are config files and folders of them")
     files = [path for arg in argv if arg in s.files + folders for path in (configs_in(arg) if arg in folders else [arg])]
     if mode == ["table"]:
         given = files + [f"--{name}" for name, origin in s.origins.items() if origin == "command line" and name != "to"]
