@@ -24,10 +24,10 @@ one step more costs the same model without a router, with as many rows in as lon
 stop at different steps, a step counts as much as a pass with as many rows: a row that has stopped is to cost nothing.
 Caches begin at the declared capacities; steps imposed beyond them make them grow, and that is in the time.
 
-ladder: train.py for every config (in every mode a folder, as config/ladder/rivals, stands for those in it) at every seed, --jobs at a
-time, with the flags of train.py that are given. A run that is recorded in config/ladder/results.jsonl with the same
-settings on the same data is not trained again; one that was killed goes on; Ctrl-C lets all save. The table, its record
-and a picture are in out/ladder. --jobs=0 trains nothing and prints what is recorded.
+ladder: train.py for every config (in every mode a folder, as config/ladder/rivals, stands for those in it) at every seed,
+--jobs at a time, with the flags of train.py that are given. A run that is recorded in config/ladder/results.jsonl with the
+same settings on the same data is not trained again; one that was killed goes on; one that another process trains is waited
+for, so that ladders may share runs; Ctrl-C lets all save. The table, its record and a picture are in out/ladder. --jobs=0 trains nothing and prints what is recorded.
 """
 import contextlib
 import datetime
@@ -1257,7 +1257,7 @@ def settings_of(argv):
         raise UserError(f"bench.py takes one mode, {' or '.join(MODES)}, got {' '.join(s.words) or 'none'}; the rest are config files and folders of them")
     files = [path for arg in argv if arg in s.files + folders for path in (configs_in(arg) if arg in folders else [arg])]
     if mode == ["table"]:
-        given = files + [f"--{name}" for name, origin in s.origins.items() if origin == "command line" and name != "to"]
+        given = s.files + folders + [f"--{name}" for name, origin in s.origins.items() if origin == "command line" and name != "to"]
         if given:
             raise UserError(f"bench.py table takes its configs from config/published.json, and --to; leave out {' '.join(given)}")
         return "table", {"table": s}
