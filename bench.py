@@ -622,10 +622,18 @@ OF_RECIPE = {"steps_paper": lambda s, cfg, row: BUDGET / (cfg.flops_per_token(cf
              "flops_grt_over": lambda s, cfg, row: grt_flops_of(cfg) / grt_flops_of(system_of({"config": row["against"]}).build(GPTConfig, vocab_size=1)) - 1}
 count_once = functools.cache(GPTConfig.n_params)                               # a model stands in several tables
 grt_flops_of = lambda cfg: cfg.flops_per_token(cfg.block_size, "grt")  # noqa: E731
-# What a row's command is, by how its setting begins; else a training run.
-COMMANDS = {"decode memory": "python bench.py counts {}", "dynamics": "python train.py {} && python eval.py depth --out_dir=out/grt_large",
-            "latency": "python bench.py generate {} --batch_size=4 --prompt_tokens=1024 --new_tokens=128 --block_size=1152 --vocab_size=50304"}
-PROPERTIES = {"depth of its own per token": lambda cfg: cfg.router != "none" or cfg.loss == "every",
+TRAINING = "`python train.py {}`"
+# What a row's command is, by how its setting and its system begin; else a training run.
+COMMANDS = {("decode memory", ""): "`python bench.py counts {}`",
+            ("latency", ""): "`python bench.py generate {} --batch_size=4 --prompt_tokens=1024 --new_tokens=128 --block_size=1152 --vocab_size=50304`",
+            ("dynamics", "GRT at depth"): "`python train.py {} && python eval.py depth --out_dir=out/grt_large`",
+            ("dynamics", "GRT, gate forced"): "none yet: nothing here forces a gate",
+            ("dynamics", "GRT, "): "none yet: gate and update are not measured step by step",
+            ("dynamics", "GRT after"): "none yet: predictions are not compared with those of the last step",
+            ("throughput", ""): "none yet: serving, whose batches are filled up as tokens leave, is not here"}
+PROPERTIES = {"depth of its own per token in training": lambda cfg: cfg.router != "none",
+              "leaves early while decoding: as predictions settle (exit=kl)": lambda cfg: leaves(cfg, "kl"),
+              "leaves early while decoding: by an exit gate (exit=cdf)": lambda cfg: leaves(cfg, "cdf"),
               "input read at every step": lambda cfg: cfg.update != "replace",
               "gate": lambda cfg: cfg.update == "gate",
               "noise in training": lambda cfg: cfg.state_noise > 0 or cfg.gate_noise > 0,
@@ -639,10 +647,19 @@ COLUMNS = ("system", "command", "layout", "parameters", "tokens", "MFLOP per tok
 OPENING = """# The papers' tables, row by row
 
 Made by `python bench.py table` from the configs and config/published.json; a test makes it again and compares. A command trains the row's
-model (give it an --out_dir, and --dataset); where the paper measured, it measures. Parameters, and FLOPs of one forward pass per token at
-the config's context, are computed here at the paper's vocabulary: MoR 49,152, GRT 50,304. *agrees* compares, at the digits that were printed,
-what follows from a config alone; a loss, an accuracy or a time only a run can tell (n.a.). *Not at hand*: the paper has such a row, and its
-number could not be read for this table. What a note calls ours the paper does not say.
+model (give it an --out_dir, and --dataset), which ends in its validation loss. Loss by depth, decode memory and latency have the command that
+measures them (latency eagerly; compiled decoding is not here), and a row that nothing here measures says *none* and why; few-shot accuracy
+nothing measures, router accuracy `eval.py router`. Parameters, and FLOPs of one forward pass per token at the config's context, are computed
+here at the paper's vocabulary: MoR 49,152, GRT 50,304. *agrees* compares, at the digits that were printed, what follows from a config alone;
+a loss, an accuracy or a time only a run can tell (n.a.). *Not at hand*: the paper has such a row, and its number could not be read for this
+table. What a note calls ours the paper does not say.
+
+FLOPs per token, d wide, context S, f the MLP's width; a multiplication and an addition are two. *Exact* is every matrix product that is run:
+causal attention (S/2 keys a query on average), keys and values at their own width, router, adapter and gate, and the head, 2 d vocabulary.
+- MoR's formula: a block 2 (2 d² + 2 d² + 3 d f) + 2 d m, times the share of tokens that takes its step, m = the tokens that take it (kv=share: S).
+  Neither head nor router, and K and V as wide as queries: MoR-3 at 360M is 555.63; less 54 for K and V, plus 94 for the head, 595.83 exact.
+- GRT's formula: a block 24 d² + 4 S d, every pair of tokens, plus 10 d² a step for adapter and gate (adapter alone: 4 d²). No head, and no
+  capacities, as if every token took every step: MoR at Small is 207.62 like its dense twin; 192.58 exact, causal, with the head.
 """
 
 
@@ -659,6 +676,16 @@ def runs_at(cfg, depth):
         return False
 
 
+def leaves(cfg, exit):
+    """Whether an exit rule goes with the model."""
+    with torch.device("meta"):
+        model = GPT(cfg).eval()
+    try:
+        return model.check_exit(exit, None) is not None
+    except ValueError:
+        return False
+
+
 def agrees(number, value):
     """Whether a number, rounded to as many digits as `value` was printed with, is `value`."""
     return Decimal(number).quantize(Decimal(value)) == value
@@ -667,8 +694,9 @@ def agrees(number, value):
 def command_of(row):
     if not row["config"]:
         return "none: this model is not here"
-    words = next((line for start, line in COMMANDS.items() if row["setting"].startswith(start)), "python train.py {}")
-    return "`" + words.format(" ".join([f"config/{row['config']}.py", *row.get("overrides", [])])) + "`"
+    starts = lambda place: row["setting"].startswith(place[0]) and row["system"].startswith(place[1])
+    words = next((words for place, words in COMMANDS.items() if starts(place)), TRAINING)
+    return words.format(" ".join([f"config/{row['config']}.py", *row.get("overrides", [])]))
 
 
 def judge(row, s, vocab_size):
@@ -686,18 +714,22 @@ def judge(row, s, vocab_size):
 def system_line(rows):
     """(the cells of one system of a table, the verdict on each of its numbers)."""
     row, (_, convention, vocab_size) = rows[0], PAPERS[rows[0]["paper"]]
-    s, counted = row["config"] and system_of(row), ["", "", "", "", ""]
+    s, command, counted = row["config"] and system_of(row), command_of(row), ["", "", "", "", ""]
     if s:
         cfg = s.build(GPTConfig, vocab_size=vocab_size)
         flops = [cfg.flops_per_token(cfg.block_size, name) / 1e6 for name in ("exact", convention)]
-        counted = [cfg.layout, f"{count_once(cfg):,}", f"{tokens_per_step(s) * s.max_iters / 1e9:.2f}B", *(f"{x:,.2f}" for x in flops)]
+        tokens = "" if "bench.py" in command else f"{tokens_per_step(s) * s.max_iters / 1e9:.2f}B"                # bench.py trains nothing
+        counted = [cfg.layout, f"{count_once(cfg):,}", tokens, *(f"{x:,.2f}" for x in flops)]
     said, verdicts, words = zip(*(judge(row, s, vocab_size) for row in rows))
     notes = dict.fromkeys(row["note"] for row in rows if row.get("note"))
-    return [row["system"], command_of(row), *counted, "; ".join(said), "; ".join(filter(None, words)) or "n.a.", "; ".join(notes)], verdicts
+    return [row["system"], command, *counted, "; ".join(said), "; ".join(filter(None, words)) or "n.a.", "; ".join(notes)], verdicts
+
+
+BAR = r"\|"                                    # a bar inside a cell
 
 
 def markdown(cells):
-    head, *lines = (f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in cells)
+    head, *lines = (f"| {' | '.join(cell.replace('|', BAR) for cell in line)} |" for line in cells)
     return "\n".join([head, "|" + "---|" * len(cells[0]), *lines]) + "\n"
 
 
@@ -750,7 +782,6 @@ def publish(all_settings, cfgs):
 ELSEWHERE = ("out_dir", "data_dir", "init_from", "cooldown_from", "device", "compile", "parallel", "tensorboard", "checkpoint_activations",
              "fused_loss", "eval_interval", "log_interval", "keep_interval", "sample_tokens")
 OF_A_MACHINE = ("data", "vocab_size", "dtype")                # of what decides, that which follows from data and device
-LADDER_KEYS = ("seeds", "jobs", "results", "threads")         # keys of this script that mean something to a ladder
 
 
 class Trial(NamedTuple):
@@ -812,9 +843,6 @@ def in_order(trials, seeds):
 
 def check_ladder(all_settings):
     s = next(iter(all_settings.values()))
-    for name in BenchConfig.__dataclass_fields__:
-        if s.origins[name] == "command line" and name not in LADDER_KEYS and name not in TrainConfig.__dataclass_fields__ | GPTConfig.__dataclass_fields__:
-            raise UserError(f"command line: {name}={s.values[name]} has no part in a ladder; leave it out")
     if s.origins["seed"] == "command line":
         raise UserError(f"command line: seed={s.seed} is one of a ladder's seeds; write --seeds={s.seed}")
     if not s.seeds or len(set(s.seeds)) < len(s.seeds) or min(s.seeds) < 0:
@@ -1217,6 +1245,11 @@ def draw_ladder(path, name, rows):
 
 RATIOS = [("time", "time_ratio", ".3f", 1), ("FLOPs", "flops_ratio", ".3f", 1), ("time/FLOPs", "time_over_flops", ".3f", 1)]
 MODES = {"table": publish, "ladder": ladder, "counts": counts, "train": train, "generate": generate, "decode": decode}
+# Keys of this script that mean something to a mode; the model's and train.py's go with every mode. decode says why it takes no depth and no cache.
+KEYS = {"table": ["to"], "ladder": ["seeds", "jobs", "results", "threads"], "counts": ["seq_len", "depth", "threads"],
+        "train": ["repeats", "seq_len", "depth", "against", "threads"],
+        "generate": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads"],
+        "decode": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads"]}
 
 
 def table(rows, columns):
@@ -1248,6 +1281,14 @@ def heading(mode, all_settings, cfgs, details, machine):
             f"{torch.get_num_threads()} threads, torch {torch.__version__}, commit {commit()}")
 
 
+def check_keys(mode, s):
+    """Refuse a key of this script that means something to other modes alone."""
+    for name in BenchConfig.__dataclass_fields__:
+        if s.origins[name] == "command line" and name not in KEYS[mode] and name not in TrainConfig.__dataclass_fields__ | GPTConfig.__dataclass_fields__:
+            modes = " or ".join(other for other, names in KEYS.items() if name in names)
+            raise UserError(f"command line: {name}={s.values[name]} has no part in a {mode} run, it goes with mode {modes}; leave it out")
+
+
 def settings_of(argv):
     """(mode, one Settings for each config file, each with the same flags)."""
     schema, words = [GPTConfig, TrainConfig, BenchConfig], "MODE (" + " or ".join(MODES) + ")"
@@ -1261,8 +1302,7 @@ def settings_of(argv):
         if given:
             raise UserError(f"bench.py table takes its configs from config/published.json, and --to; leave out {' '.join(given)}")
         return "table", {"table": s}
-    if s.to:
-        raise UserError(f"--to={s.to} goes with mode table; bench.py {mode[0]} writes no file")
+    check_keys(mode[0], s)
     if not files:
         raise UserError(f"bench.py {mode[0]} needs config files, for example config/grt_tiny.py")
     flags, all_settings = [arg for arg in argv if arg not in s.files], {}
@@ -1286,8 +1326,6 @@ def configs_in(folder):
 def main(argv):
     mode, all_settings = settings_of(argv)
     s = next(iter(all_settings.values()))
-    if s.against and mode != "train":
-        raise UserError(f"--against={s.against} goes with mode train; bench.py {mode} has no row for it")
     vocab_size = 50304 if mode in ("table", "counts") else 320
     cfgs = {name: one.build(GPTConfig, vocab_size=one.vocab_size or vocab_size) for name, one in all_settings.items()}
     torch.set_num_threads(s.threads)

@@ -460,8 +460,9 @@ def test_the_tables_have_every_row_of_both_papers(page):
 def test_every_command_in_the_table_makes_the_model_of_its_row(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = [(line, words) for lines in tables_in(page).values() for line in lines for words in re.findall("`([^`]+)`", line.get("command", ""))]
-    assert len(commands) > 150 and {line["command"] for lines in tables_in(page).values() for line in lines if "`" not in line.get("command", "`")} == {
-        "none: this model is not here"}
+    assert len(commands) > 150
+    without = Counter(line["command"].partition(":")[0] for lines in tables_in(page).values() for line in lines if "`" not in line.get("command", "`"))
+    assert without == {"none": 4, "none yet": 6 + 7}
     for line, command in commands:
         first, *more = (shlex.split(part) for part in command.split(" && "))
         s = train.parse(first[2:]) if first[1] == "train.py" else next(iter(bench.settings_of(first[2:])[1].values()))
@@ -470,8 +471,40 @@ def test_every_command_in_the_table_makes_the_model_of_its_row(page, monkeypatch
         if "--block_size" not in command:
             assert f"{bench.count_once(cfg):,}" == line["parameters"], command
         assert cfg.layout == line["layout"] and cfg.unused() == [], command
+        assert (line["tokens"] == "") is (first[1] == "bench.py"), command
         for words in more:
             assert words[:2] == ["python", "eval.py"] and config.parse(words[2:], [evaluation.EvalConfig], "", words=("", 99)).words == ["depth"]
+
+
+@pytest.mark.slow
+def test_a_table_gives_the_command_that_measures_its_numbers_or_says_that_there_is_none(page):
+    tables = tables_in(page)
+    steps = evaluation.exit_depths(cfg_of("grt_large"))
+    deep = [line for line in tables["dynamics, Large"] if line["command"].startswith("`")]
+    assert [line["system"] for line in deep] == [f"GRT at depth {n}" for n in (0, 1, 2, 6, 8, 10, 12)] and {0, 1, 2, 6, 8, 10, 12} <= set(steps)
+    served = {line["system"]: line for setting, lines in tables.items() if setting.startswith("throughput") for line in lines}
+    trained = {line["system"]: line for line in tables["isoFLOP 16.5e18, 360M"]}
+    assert {system: line["tokens"] for system, line in served.items()} == {system: trained[system]["tokens"] for system in ("MoR-2", "MoR-3", "MoR-4")}
+    compiles = {line["system"]: train.parse(shlex.split(line["command"].strip("`"))[2:]).compile for line in tables["training, Small"]}
+    assert compiles == {"dense, compiled": "auto", "GRT, not compiled": False}
+
+
+def test_a_bar_in_a_cell_ends_no_cell():
+    line = bench.markdown([["openness", "b"], ["|(1-g)(o-h)| / |o|", "0"]]).splitlines()[-1]
+    assert len(re.findall(r"(?<!\\)\|", line)) == 3 and line.replace("\\|", "|") == "| |(1-g)(o-h)| / |o| | 0 |"
+
+
+def test_the_opening_explains_why_its_examples_differ():
+    """MoR-3: the head and the width of K and V make the difference, and the rest is rounding and routers; MoR at Small: no capacities."""
+    mor, small = cfg_of("mor_360m", 49152), cfg_of("gpt2_small", more=("--n_prelude=1", "--n_core=1", "--n_recur=10", "--n_coda=1", "--router=expert"))
+    mflop = lambda cfg, S, convention: cfg.flops_per_token(S, convention) / 1e6
+    words = [f"{mflop(*way):.2f}" for way in ((mor, 2048, "paper"), (mor, 2048, "exact"), (small, 1024, "grt"), (small, 1024, "exact"))]
+    assert words == ["555.63", "595.83", "207.62", "192.58"] and all(word in bench.OPENING for word in words)
+    head, full_width = 2 * 49152 * 960 / 1e6, dataclasses.replace(mor, n_kv_head=None)
+    kv = mflop(full_width, 2048, "exact") - mflop(mor, 2048, "exact")
+    assert (round(kv), round(head)) == (54, 94) and "less 54 for K and V, plus 94 for the head" in bench.OPENING
+    assert mflop(mor, 2048, "paper") - kv + head == pytest.approx(mflop(mor, 2048, "exact"), abs=.2)
+    assert mflop(small, 1024, "grt") == mflop(cfg_of("gpt2_small"), 1024, "grt")
 
 
 def test_what_is_not_at_hand_says_so_in_the_table_and_is_no_number(few):
@@ -486,12 +519,14 @@ def test_the_table_of_properties_is_read_off_the_configs():
     of = lambda **more: {name: has == "yes" for name, has, _ in bench.property_lines([dict(row, **more)])[1:]}
     grt, names = of(), list(bench.PROPERTIES)
     assert [name for name in names if grt[name]] == [
-        "input read at every step", "gate", "noise in training", "random depth in training", "runs deeper than trained",
+        "leaves early while decoding: as predictions settle (exit=kl)", "input read at every step", "gate", "noise in training", "random depth in training", "runs deeper than trained",
         "plain cache: all tokens at every step", "one K and V for all steps while decoding"]
     changes = {("--update=inject",): "-gate", ("--state_noise=0", "--gate_noise=0"): "-noise in training", ("--depth_sampling=fixed",): "-random depth in training",
-               ("--loss=every", "--update=inject"): "+depth of its own per token, +every step supervised, -gate",
+               ("--loss=every", "--update=inject"): "+leaves early while decoding: by an exit gate (exit=cdf), +every step supervised, -gate",
                ("--lora_rank=8",): "+weights change with the step, -runs deeper than trained",
-               ("--router=expert",): "+depth of its own per token, -runs deeper than trained, -plain cache: all tokens at every step, -one K and V for all steps while decoding"}
+               ("--router=token", "--update=replace"): "-input read at every step, -gate, +depth of its own per token in training, -leaves early while decoding: as predictions settle (exit=kl), -runs deeper than trained, "
+                                    "-plain cache: all tokens at every step, -one K and V for all steps while decoding",
+               ("--router=expert",): "+depth of its own per token in training, -runs deeper than trained, -plain cache: all tokens at every step, -one K and V for all steps while decoding"}
     for flags, wanted in changes.items():
         now = of(overrides=list(flags))
         assert {("+" if now[name] else "-") + name for name in names if now[name] != grt[name]} == set(wanted.split(", ")), flags
@@ -509,5 +544,8 @@ def test_bench_writes_the_table_and_refuses_what_does_not_go_with_it(few, tmp_pa
     assert (tmp_path / "mine.md").read_bytes() == (tmp_path / "PUBLISHED.md").read_bytes()
     grt = str(CONFIG / "grt_small.py")
     for argv, words in ((["table", grt], "leave out"), (["table", "--n_embd=8"], "leave out --n_embd"), (["table", "--to=none/x.md"], "none/x.md cannot be written"),
-                        (["counts", grt, "--to=x.md"], "goes with mode table")):
+                        (["counts", grt, "--to=x.md"], "goes with mode table"),
+                        (["counts", grt, "--jobs=3"], "jobs=3 has no part in a counts run, it goes with mode ladder"), (["counts", grt, "--seeds=4"], "seeds=[4]"),
+                        (["counts", grt, "--results=/x"], "results=/x"), (["train", grt, "--cache=mean"], "goes with mode generate or decode"),
+                        (["generate", grt, "--seq_len=8"], "goes with mode counts or train")):
         assert words in refusal(bench.main, argv)
