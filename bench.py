@@ -6,7 +6,7 @@
     python bench.py train config/bench/vanilla_14.py config/bench/mor3_14.py # a routed step beside the dense one of its unrolled depth
     python bench.py generate config/grt_tiny.py --batch_size=4               # cached generation over uncached
     python bench.py decode config/bench/mor3_14.py --batch_size=1            # time per token against the steps that a router allows
-    python bench.py ladder config/ladder/rivals/1_dense.py config/ladder/rivals/8_grt.py ... --seeds=1,2,3     # train all, one table of losses
+    python bench.py ladder config/ladder/rivals/*.py --seeds=1,2,3           # train every config of a folder, one table of losses
 
 table reads no config file: it writes PUBLISHED.md, every row of the papers' tables as a command, with what is counted here and
 what was published. Nothing is run.
@@ -24,10 +24,10 @@ one step more costs the same model without a router, with as many rows in as lon
 stop at different steps, a step counts as much as a pass with as many rows: a row that has stopped is to cost nothing.
 Caches begin at the declared capacities; steps imposed beyond them make them grow, and that is in the time.
 
-ladder: train.py for every config (the shell's config/ladder/rivals/*.py names a whole ladder) at every seed, --jobs at a
-time, with the flags of train.py that are given. A run that is recorded in config/ladder/results.jsonl with the same
-settings on the same data is not trained again; one that was killed goes on; Ctrl-C lets all save. The table, its record
-and a picture are in out/ladder. --jobs=0 trains nothing and prints what is recorded.
+ladder: train.py for every config (in every mode a folder, as config/ladder/rivals, stands for those in it) at every seed,
+--jobs at a time, with the flags of train.py that are given. A run that is recorded in config/ladder/results.jsonl with the
+same settings on the same data is not trained again; one that was killed goes on; one that another process trains is waited
+for, so that ladders may share runs; Ctrl-C lets all save. The table, its record and a picture are in out/ladder. --jobs=0 trains nothing and prints what is recorded.
 """
 import contextlib
 import datetime
@@ -829,7 +829,7 @@ def report_ladder(name, trials, records, s, root):
         raise UserError(f"out_dir={str(root)!r} cannot be written ({error.strerror}); choose another with --out_dir=")
     for suffix, content in ((".md", text), (".json", json.dumps(record, indent=1) + "\n")):
         write_whole(path.with_name(path.name + suffix), lambda file: file.write(content.encode("utf-8")))
-    draw_ladder(path.with_name(path.name + ".png"), name, [row for row in rows if row["val_loss"]])
+    draw_ladder(path.with_name(path.name + ".png"), f"{name} on {trials[0].settings.dataset}", [row for row in rows if row["val_loss"]])
     return record
 
 
@@ -908,7 +908,7 @@ def read_results(path):
         with contextlib.suppress(ValueError):
             record = json.loads(line)
             if isinstance(record, dict) and {"commit", "torch"} <= set(record) and all(isinstance(record.get(part), dict) for part in ("settings", "results")):
-                records.append(record)
+                records += [record] * isinstance(record["results"].get("val_loss"), (int, float))        # null: no result
     return records
 
 
@@ -948,28 +948,37 @@ DEFAULTS = {name: value for name, value in config.parse([], [GPTConfig, TrainCon
 
 
 def train_trials(trials, s, results):
-    """Train, s.jobs at a time, and record each run as it ends. Returns {name: why} of those that failed. After Ctrl-C every run finishes
-    its step and saves."""
+    """Train, s.jobs at a time, and record each run as it ends. Returns {name: why} of those that failed. A run that another process has,
+    of a ladder beside this one or of one that was killed, is waited for. After Ctrl-C every run finishes its step and saves."""
     append_result(results)                                    # a file that cannot be written is found before anything is trained
-    waiting, running, failed, told = [trial for trial in trials if not ended(trial, results)], {}, {}, False
+    waiting, running, failed, held, told = [trial for trial in trials if not (trial.home.is_dir() and ended(trial, results))], {}, {}, set(), False
     if waiting:
         print(f"{len(waiting)} runs to train, {s.jobs} at a time", file=sys.stderr)
     with CtrlC() as ctrl_c, on_sigterm(ctrl_c.ask):
         while running or (waiting and not ctrl_c.asked):
-            while waiting and len(running) < s.jobs and not ctrl_c.asked:
-                trial = waiting.pop(0)
-                try:
-                    running[begin(trial, s.threads)] = trial
-                except UserError as error:
-                    failed[trial.name] = str(error)
+            for trial in waiting[:]:
+                if len(running) < s.jobs and not ctrl_c.asked:
+                    try:
+                        done = ended(trial, results)          # looked at just before it begins: another ladder may have trained it
+                        if done is None:
+                            tell_held(trial, held)
+                            continue
+                        if not done:
+                            running[begin(trial, s.threads)] = trial
+                    except UserError as error:
+                        failed[trial.name] = str(error)
+                    waiting.remove(trial)
             if ctrl_c.asked and not told:
                 told = [process.send_signal(signal.SIGINT) for process in running]
             for process in [process for process in running if process.poll() is not None]:
                 trial = running.pop(process)
-                if not ended(trial, results) and not ctrl_c.asked:
+                done = ended(trial, results)
+                if done is None:
+                    waiting.append(trial)                     # another ladder began it in the same second
+                elif not done and not ctrl_c.asked:
                     failed[trial.name] = why_it_ended(trial, process.returncode)
                     print(f"{trial.name} failed: {failed[trial.name]}", file=sys.stderr)
-            time.sleep(0.1 if running else 0)
+            time.sleep(0.1 if running or waiting else 0)
     if ctrl_c.asked:
         print("stopped; the same command goes on where the runs are", file=sys.stderr)
         raise KeyboardInterrupt
@@ -985,19 +994,31 @@ def on_sigterm(do):
 
 
 def ended(trial, results):
-    """Whether a run is at its last step; if so it is recorded here."""
-    record = harvest(trial)
-    if record:
-        append_result(results, record)
-        print(f"{trial.name}: {record['results']['val_loss']:.4f} nats/token, {human(record['results']['seconds'])}", file=sys.stderr)
-    return record is not None
+    """Whether a run is recorded; at its last step it is so here, once, whoever trained it. None: another process has its folder."""
+    lock = hold(trial.home)
+    if lock is None:
+        return None
+    with lock:
+        if recorded(trial, read_results(results)):
+            return True
+        record = harvest(trial)
+        if record:
+            append_result(results, record)
+            print(f"{trial.name}: {record['results']['val_loss']:.4f} nats/token, {human(record['results']['seconds'])}", file=sys.stderr)
+        return record is not None
+
+
+def tell_held(trial, held):
+    if trial.home not in held:
+        held.add(trial.home)
+        print(f"{trial.name}: another process is training in {trial.home}; its turn comes when that ends, and Ctrl-C ends the wait", file=sys.stderr)
 
 
 def begin(trial, threads):
     """The process that trains a run: from its checkpoint if it has one."""
     lock = hold(trial.home)
     if lock is None:
-        raise UserError(f"another process is training in {trial.home}")
+        raise UserError(f"another process is training in {trial.home}; wait for it, then run this again")
     with lock:
         goes_on = (trial.home / "ckpt.pt").is_file()
         if not goes_on:
@@ -1078,10 +1099,17 @@ def row_of(rung, found):
         key for result in each for key in result.get(name, {})}, key=natural)}
     row = {"name": rung, "seeds": [seed for seed, record in found if record], "missing": [seed for seed, record in found if not record]}
     row |= {name: each[0][name] if each else None for name in ("layout", "parameters", "blocks_executed", "step")}
+    row["blocks_average"] = spread([blocks_passed(record) for record in records])
     row |= {name: of(name) for name in ("training_flops", "seconds", "val_loss", "bits_per_byte", "accuracy")}
     row |= {"by_depth": inside("by_depth"), "accuracy_by_group": inside("accuracy_by_group")}
     row |= {name: sorted({record[name] for record in records}) for name in ("commit", "torch")}
     return row | {"data": sorted({json.dumps(record["settings"].get("data"), sort_keys=True) for record in records})}
+
+
+def blocks_passed(record):
+    """Blocks that a token passed on average when the validation loss was measured; None without a router: all of them."""
+    depth, s = record["results"].get("mean_depth"), DEFAULTS | record["settings"]
+    return None if depth is None else s["n_prelude"] + s["n_core"] * depth + s["n_coda"]
 
 
 def natural(key):
@@ -1131,7 +1159,8 @@ def ladder_lines(rows):
     head = ["config", "layout", "parameters", "blocks", "training TFLOP", "steps", "seconds", "nats/token", "bits/byte", *["accuracy"] * accuracy,
             *(f"depth {depth}" for depth in depths), *["seeds"] * any(len(row["seeds"]) < n or row["missing"] for row in rows)]
     count = lambda x: "" if x is None else f"{x:,}"  # noqa: E731
-    body = [[f"`{row['name']}`", row["layout"] or "not trained", count(row["parameters"]), count(row["blocks_executed"]),
+    body = [[f"`{row['name']}`", row["layout"] or "not trained", count(row["parameters"]),
+             f"{row['blocks_average']['mean']:.1f} of {row['blocks_executed']}" if row["blocks_average"] else count(row["blocks_executed"]),
              "" if row["training_flops"] is None else f"{row['training_flops']['mean'] / 1e12:,.4g}", count(row["step"]),
              "" if row["seconds"] is None else f"{row['seconds']['mean']:,.0f}", with_spread(row["val_loss"], ".4f"),
              with_spread(row["bits_per_byte"], ".4f"), *[with_spread(row["accuracy"], ".3f")] * accuracy,
@@ -1160,32 +1189,54 @@ def pair_lines(pairs):
         for pair in pairs]), "", FORMULA] if pairs else []
 
 
+def draw_groups(axes, rows, colors):
+    """What a task is about: right answers, by how much depth they ask for."""
+    groups = sorted({group for row in rows for group in row["accuracy_by_group"]}, key=natural)
+    for row in rows:
+        there = [place for place, group in enumerate(groups) if row["accuracy_by_group"].get(group)]
+        axes.plot(there, [row["accuracy_by_group"][groups[place]]["mean"] for place in there], marker="o", color=colors[row["name"]], label=row["name"])
+    axes.set_xticks(range(len(groups)), groups, rotation=30 * (len(groups) > 6))
+    axes.set(ylabel="share of right answers", title="accuracy by group, mean over seeds")
+
+
+def draw_depths(axes, rows, colors):
+    for row in rows:
+        if len(row["by_depth"]) > 1:
+            axes.plot([int(depth) for depth in row["by_depth"]], [each["mean"] for each in row["by_depth"].values()], marker="o",
+                      color=colors[row["name"]], label=row["name"])
+    axes.set(xlabel="depth", ylabel="nats per token", title="loss by depth, mean over seeds")
+
+
 def draw_ladder(path, name, rows):
-    """Loss of each rung, every seed a dot, its mean a bar; and loss by depth, where there is one."""
+    """Loss of each rung, every seed a dot, its mean a bar; beside it accuracy by group and loss by depth, where there are any. A rung
+    keeps its colour."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         print("note: no picture, as matplotlib is not here (pip install matplotlib)", file=sys.stderr)
         return
     if not rows:
         return
-    deep = [row for row in rows if len(row["by_depth"]) > 1]
-    figure = Figure(figsize=(6 + 5 * bool(deep), 1.2 + 0.45 * max(5, len(rows))), layout="constrained")
-    left, *right = figure.subplots(1, 1 + bool(deep), squeeze=False)[0]
+    deep, asked = ([row for row in rows if len(row[name]) > least] for name, least in (("by_depth", 1), ("accuracy_by_group", 0)))
+    panels = [draw for draw, drawn in ((draw_groups, asked), (draw_depths, deep)) if drawn]
+    figure = Figure(figsize=(6 + 5 * len(panels), 1.2 + 0.45 * max(5, len(rows))), layout="constrained")
+    left, *right = figure.subplots(1, 1 + len(panels), squeeze=False)[0]
+    colors = {row["name"]: f"C{place}" for place, row in enumerate(rows)}
     for place, row in enumerate(rows):
         values = row["val_loss"]["values"]
-        left.plot(values, [place] * len(values), "o", color="C0", alpha=0.6)
+        left.plot(values, [place] * len(values), "o", color=colors[row["name"]], alpha=0.6)
         left.plot(row["val_loss"]["mean"], place, "|", color="black", markersize=16)
     left.set_yticks(range(len(rows)), [row["name"] for row in rows])
     left.invert_yaxis()
     left.set(xlabel="validation loss at full depth, nats per token", title=f"{name}: each seed a dot, the mean a bar")
-    for row in deep:
-        right[0].plot([int(depth) for depth in row["by_depth"]], [each["mean"] for each in row["by_depth"].values()], marker="o", label=row["name"])
-    for axes in right:
-        axes.set(xlabel="depth", ylabel="nats per token", title="loss by depth, mean over seeds")
+    for axes, draw in zip(right, panels):
+        draw(axes, rows, colors)
         axes.legend(fontsize=8)
     for axes in (left, *right):
         axes.grid(alpha=0.3)
+    if draw_depths in panels:
+        right[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
     print(f"picture: {path}", file=sys.stderr)
 
@@ -1242,24 +1293,34 @@ def settings_of(argv):
     """(mode, one Settings for each config file, each with the same flags)."""
     schema, words = [GPTConfig, TrainConfig, BenchConfig], "MODE (" + " or ".join(MODES) + ")"
     s = config.parse(argv, schema, __doc__, words=words)
-    if len(s.words) != 1 or s.words[0] not in MODES:
-        raise UserError(f"bench.py takes one mode, {' or '.join(MODES)}, got {' '.join(s.words) or 'none'}")
-    if s.words == ["table"]:
-        given = s.files + [f"--{name}" for name, origin in s.origins.items() if origin == "command line" and name != "to"]
+    mode, folders = s.words[:1], [word for word in s.words[1:] if Path(word).is_dir()]
+    if len(s.words) != 1 + len(folders) or mode[0] not in MODES:
+        raise UserError(f"bench.py takes one mode, {' or '.join(MODES)}, got {' '.join(s.words) or 'none'}; the rest are config files and folders of them")
+    files = [path for arg in argv if arg in s.files + folders for path in (configs_in(arg) if arg in folders else [arg])]
+    if mode == ["table"]:
+        given = s.files + folders + [f"--{name}" for name, origin in s.origins.items() if origin == "command line" and name != "to"]
         if given:
             raise UserError(f"bench.py table takes its configs from config/published.json, and --to; leave out {' '.join(given)}")
         return "table", {"table": s}
-    check_keys(s.words[0], s)
-    if not s.files:
-        raise UserError(f"bench.py {s.words[0]} needs config files, for example config/grt_tiny.py")
+    check_keys(mode[0], s)
+    if not files:
+        raise UserError(f"bench.py {mode[0]} needs config files, for example config/grt_tiny.py")
     flags, all_settings = [arg for arg in argv if arg not in s.files], {}
-    for path in s.files:
+    for path in files:
         name = Path(path).stem
         while name in all_settings:                           # a config beside itself shows how much the machine varies
             name += "'"
         all_settings[name] = config.parse([*flags, path], schema, __doc__, words=words)
         check_ranges(all_settings[name], RANGES)
-    return s.words[0], all_settings
+    return mode[0], all_settings
+
+
+def configs_in(folder):
+    """Its config files, 10_ after 9_."""
+    files = sorted(Path(folder).glob("[!_]*.py"), key=lambda path: natural(path.name))
+    if not files:
+        raise UserError(f"{folder!r} holds no config file; name a folder that does, for example config/ladder/rivals")
+    return [str(path) for path in files]
 
 
 def main(argv):

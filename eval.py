@@ -528,14 +528,17 @@ def draw_exit(measured):
     unit, drawn = common_unit([run for run, _ in measured]), [p for _, n in measured for p in n["points"]]
     if not drawn or (figure := new_figure(8, 5)) is None:
         return None
-    axes = figure.subplots()
+    axes, n_lines = figure.subplots(), 0
+    extent = [max(p[name] for p in drawn) - min(p[name] for p in drawn) for name in ("mean_depth", unit)]
     for run, n in measured:
         for rule in dict.fromkeys(p["rule"] for p in n["points"] if p["rule"]):
             points = sorted((p for p in n["points"] if p["rule"] == rule), key=lambda p: p["mean_depth"])
             (line,) = axes.plot([p["mean_depth"] for p in points], [p[unit] for p in points], marker="o", markersize=4,
                                 label=plain(f"{n['layout']} by {rule} ({run.name})"))
-            for p in points:
-                axes.annotate(f"{p['threshold']:g}", (p["mean_depth"], p[unit]), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8,
+            n_lines += 1
+            above = 8 * n_lines - 2 if n_lines % 2 else -6 - 5 * n_lines               # the first line's numbers stand above it, the second's below, ...
+            for text, place in joined_labels([(p["mean_depth"], p[unit], p["threshold"]) for p in points], extent):
+                axes.annotate(text, place, textcoords="offset points", xytext=(0, above), ha="center", fontsize=8,
                               color=line.get_color())
             axes.plot(n["points"][0]["mean_depth"], n["points"][0][unit], "o", markersize=11, fillstyle="none", color=line.get_color())
     axes.margins(0.06, 0.12)                                  # for the numbers
@@ -544,6 +547,19 @@ def draw_exit(measured):
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return save_picture(figure, measured[0][0].home / "exit.png")
+
+
+def joined_labels(points, extent):
+    """[(text, (x, y))] of points (x, y, number): those that would lie on each other have one label. extent: of the picture, in x and in y."""
+    groups = []
+    for point in points:
+        if groups and all(abs(a - b) <= 0.05 * size for a, b, size in zip(groups[-1][0], point, extent)):
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    numbers = [sorted({number for _, _, number in group}) for group in groups]
+    return [((", " if len(each) < 3 else " ... ").join(f"{number:g}" for number in dict.fromkeys(each[:1] + each[-1:])), group[0][:2])
+            for each, group in zip(numbers, groups)]
 
 
 # ----------------------------------------------------------------------------------------------------------- part: router

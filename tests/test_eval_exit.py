@@ -13,7 +13,7 @@ from toy import DENSE, flags, make_config, make_data, refusal
 import eval as evaluation
 import sample
 import train
-from eval import fit_line, rules_of
+from eval import fit_line, joined_labels, rules_of
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,13 @@ def test_the_exit_picture_is_drawn(go, place):
     (place / "out/ouro/exit.png").unlink(missing_ok=True)
     _, parts, _ = go("exit", compare="out/gated", exit_thresholds=[0.1, 0.5])
     assert parts["exit"]["picture"] == "out/ouro/exit.png" and (place / "out/ouro/exit.png").stat().st_size > 5000
+
+
+def test_points_of_the_exit_picture_that_would_lie_on_each_other_have_one_label():
+    points = [(1.0, 3.0, 0.1), (2.0, 2.0, 1.0), (2.0, 2.0, 0.1), (2.01, 2.001, 0.01), (2.02, 2.5, 0.001), (3.0, 2.5, 0.5), (3.1, 2.5, 0.4), (4.0, 2.5, 0.9)]
+    assert joined_labels(points, (3.0, 1.0)) == [("0.1", (1.0, 3.0)), ("0.01 ... 1", (2.0, 2.0)), ("0.001", (2.02, 2.5)), ("0.4, 0.5", (3.0, 2.5)),
+                                                 ("0.9", (4.0, 2.5))]
+    assert joined_labels([(2.0, 2.0, 0.1), (2.0, 2.0, 1.0)], (0, 0)) == [("0.1, 1", (2.0, 2.0))]
 
 
 def test_the_exit_rules_that_a_model_knows(place, monkeypatch):

@@ -197,14 +197,77 @@ def test_a_failing_run_of_a_ladder_is_reported_and_the_others_go_on(go, tmp_path
     assert "| `wild` | not trained |" in go.out
 
 
-def test_a_folder_that_another_process_trains_in_is_left_alone(go):
+@pytest.mark.parametrize("then", ["it is killed", "it ends", "another ladder records it"])
+def test_a_ladder_waits_for_a_run_that_another_process_has(go, monkeypatch, then):
     go("toy.py", seeds=1)
     (home,) = Path("out/ladder").glob("*-toy-seed1-*")
+    kept, log = Path("results.jsonl").read_text("utf-8"), (home / "log.jsonl").read_text("utf-8")
     os.remove("results.jsonl")
     os.remove(home / "log.jsonl")
-    with train.hold(home), pytest.raises(UserError, match="another process is training in"):
+    os.remove(home / "ckpt.pt")
+    lock, sleeps = train.hold(home), []
+
+    def sleep(seconds):
+        sleeps.append(seconds)
+        assert len(sleeps) < 50 and (len(sleeps) > 2 or Inside.begun == [])
+        if len(sleeps) == 3:
+            (home / "log.jsonl").write_text(log, "utf-8") if then == "it ends" else None
+            Path("results.jsonl").write_text(kept, "utf-8") if "records" in then else None
+            lock.close()
+
+    monkeypatch.setattr(bench.time, "sleep", sleep)
+    _, record, err, begun = go("toy.py", seeds=1)
+    assert begun == (then == "it is killed") and len(lines_of()) == 1 and record["rows"][0]["seeds"] == [1] and record["failed"] == {}
+    assert err.count("another process is training in") == 1 and "its turn comes when that ends" in err
+
+
+@pytest.mark.parametrize("when", ["before it begins here", "while it begins here"])
+def test_two_ladders_that_share_a_run_train_it_once_and_record_it_once(go, monkeypatch, when):
+    go("toy.py")
+    kept = lines_of()
+    Path("results.jsonl").write_text("", "utf-8")
+    shutil.rmtree("out")
+    locks, begin = [], bench.begin
+
+    def late(trial, threads):
+        if trial.settings.seed == 1 and when == "before it begins here":
+            Path("results.jsonl").write_text(kept[1] + "\n", "utf-8")      # the other ladder's second run ends as the first begins here
+        if trial.settings.seed == 2:
+            locks.append(train.hold(trial.home))                           # what train.py will find
+            return type("Refused", (), {"poll": lambda self: 2, "returncode": 2})()
+        return begin(trial, threads)
+
+    def sleep(seconds):
+        if locks and not locks[0].closed:
+            with open("results.jsonl", "a", encoding="utf-8") as file:
+                file.write(kept[1] + "\n")
+            locks[0].close()
+
+    monkeypatch.setattr(bench, "begin", late)
+    monkeypatch.setattr(bench.time, "sleep", sleep)
+    _, record, _, begun = go("toy.py", jobs=1)
+    assert begun == 1 and len(locks) == (when == "while it begins here") and record["failed"] == {}
+    assert sorted(json.loads(line)["seed"] for line in lines_of()) == [1, 2] and record["rows"][0]["seeds"] == [1, 2]
+
+
+def test_a_run_that_is_taken_at_the_last_moment_fails_with_what_to_do(go, monkeypatch):
+    begin, locks = bench.begin, []
+    monkeypatch.setattr(bench, "begin", lambda trial, threads: (locks.append(train.hold(trial.home)), begin(trial, threads)))
+    with pytest.raises(UserError, match="another process is training in .*; wait for it, then run this again"):
         go("toy.py", seeds=1)
     assert Inside.begun == []
+
+
+def test_a_folder_is_the_ladder_of_its_configs_in_order(go):
+    for name in ("mine/10_last.py", "mine/9_first.py", "mine/__init__.py", "mine/notes.txt"):
+        Path(name).parent.mkdir(exist_ok=True)
+        shutil.copy("toy.py", name)
+    _, record, _, begun = go("mine", jobs=0)
+    assert [row["name"] for row in record["rows"]] == ["9_first", "10_last"] and begun == 0 and list(record["ladders"]) == ["mine"]
+    assert [row["name"] for row in go("mine/", "dense.py", jobs=0)[1]["ladders"]["mine"]["rows"]] == ["9_first", "10_last"]
+    Path("empty").mkdir()
+    assert "'empty' holds no config file; name a folder that does" in refusal(go, "empty", jobs=0)
+    assert "takes one mode" in (line := refusal(go, "nowhere", jobs=0)) and "got ladder nowhere; the rest are config files and folders of them" in line
 
 
 def test_equal_rungs_of_two_ladders_are_one_run_in_two_tables(go):
@@ -289,6 +352,9 @@ def test_the_file_of_a_ladders_results_only_grows_and_survives_a_half_written_li
     go("toy.py", seeds=1)
     with open("results.jsonl", "ab") as file:
         file.write(b'{"settings": 3, "results": 4}\n{"settings": {}, "results": {}}\n')      # by hand
+        no_loss = json.loads(lines_of()[0])
+        no_loss["results"]["val_loss"] = None
+        file.write(json.dumps(no_loss).encode() + b"\n")                  # of the newest of two records it would be the result
         file.write(b'{"ladder": "cut')                                    # a kill, or a full disk
     before = Path("results.jsonl").read_bytes()
     assert go("toy.py", seeds="1,2")[3] == 1
@@ -368,6 +434,19 @@ def test_accuracy_on_answers_has_columns_in_the_ladder_table_where_it_was_record
     assert record["pairs"][0]["accuracy"]["separated"] is False
 
 
+def test_blocks_of_a_routed_rung_of_a_ladder_are_those_that_its_tokens_passed_on_average(go):
+    go()
+    records = [json.loads(line) for line in lines_of()]
+    for record in records[::2]:
+        record["results"]["mean_depth"] = 2.0 + record["seed"] / 3                             # as a router's evaluation records it
+    Path("results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    table, record, _, _ = go()
+    toy, dense = record["rows"]
+    assert toy["blocks_average"]["mean"] == pytest.approx(1 + 2.5 + 1) and dense["blocks_average"] is None
+    assert " | 4.5 of 6 | " in next(line for line in table if line.startswith("| `toy` |"))
+    assert " | 2 | " in next(line for line in table if line.startswith("| `dense` |"))
+
+
 def test_the_ladder_table_says_when_its_rows_are_of_different_data(go):
     go()
     records = [json.loads(line) for line in lines_of()]
@@ -425,6 +504,21 @@ def test_a_ladder_draws_a_picture_and_without_matplotlib_says_so_in_one_line(go,
     os.remove(name)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert go()[2].splitlines() == ["note: no picture, as matplotlib is not here (pip install matplotlib)"] and not Path(name).exists()
+
+
+def test_the_picture_of_a_ladder_shows_accuracy_by_group_where_there_is_one_and_whole_depths(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn, one = [], bench.spread([0.5, 0.7])
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **kwargs: drawn.append(self))
+    rows = [{"name": name, "val_loss": one, "by_depth": {"1": one, "2": one} if name == "b" else {"1": one},
+             "accuracy_by_group": {"1 hop": one, "10 hops": one} if name == "a" else {"2 hops": one}} for name in "ab"]
+    bench.draw_ladder(tmp_path / "x.png", "mine on phop", rows)
+    bench.draw_ladder(tmp_path / "x.png", "mine on toy", [row | {"accuracy_by_group": {}} for row in rows])
+    loss, groups, depth = drawn[0].axes
+    assert loss.get_title().startswith("mine on phop") and [text.get_text() for text in groups.get_xticklabels()] == ["1 hop", "2 hops", "10 hops"]
+    assert [(line.get_label(), list(line.get_xdata())) for line in groups.lines] == [("a", [0, 2]), ("b", [1])]
+    assert list(groups.lines[0].get_ydata()) == pytest.approx([0.6, 0.6]) and groups.lines[1].get_color() == depth.lines[0].get_color()
+    assert all(tick == int(tick) for tick in depth.get_xticks()) and len(drawn[1].axes) == 2
 
 
 @pytest.mark.parametrize("changes, words", [

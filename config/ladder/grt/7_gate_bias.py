@@ -5,7 +5,7 @@ n_recur = 4                 # see n_prelude
 n_coda = 1                  # see n_prelude
 update = "gate"             # h = g h + (1 - g) core(W [h ; e])
 proj_init = "scaled"        # the adapter passes on what it reads: at this width the papers' N(0, 0.02) leaves a third of it (NOTES)
-gate_bias = 4.0            # the paper's: .982 of the old state is kept at every step
+gate_bias = 4.0             # the paper's: .982 of the old state is kept at every step
 state_noise = 0.02          # as large as the embeddings are at the start (grt_tiny)
 gate_noise = 0.1            # as in the paper
 depth_sampling = "uniform"  # as in all recurrent rungs: 1 to n_recur, one draw per micro-batch
