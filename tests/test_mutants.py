@@ -535,16 +535,16 @@ MUTANTS = {
         "for step in ():",
         "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
     "who left is seen as it was at step 0": (
-        "self.core[self.core_slot(step - 1, j)][:, place_C]",
-        "self.core[self.core_slot(0, j)][:, place_C]",
+        "self.core_slot(step, j), self.core_slot(step - 1, j)",
+        "self.core_slot(step, j), self.core_slot(0, j)",
         "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
     "a full forward keeps what step 0 made": (
         "        return True\n\n\ndef kept_seat",
         "        return step == 0\n\n\ndef kept_seat",
         "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
     "who left is not there": (
-        '("own", "stay"): StayNoCache',
-        '("own", "stay"): NoCache',
+        '"stay": (StayNoCache, KVCache)',
+        '"stay": (NoCache, KVCache)',
         "test_exit::test_who_left_by_exit_stands_in_later_steps_as_it_was_at_its_last"),
     "the K and V of leavers are forgotten": (
         "self.store[:] = [self.who.put(old, x) for old, x in zip(self.store or new, new)]",
