@@ -55,7 +55,7 @@ def go(place, tmp_path, monkeypatch, capsys):
 
     def go(*words, **changes):
         capsys.readouterr()
-        evaluation.main([*words, *flags(**{"device": "cpu", **changes})])
+        evaluation.main([*words, *flags(**{"device": "cpu", "exit_tokens": 0, "exit_thresholds": [0.1], **changes})])
         out, err = capsys.readouterr()
         *lines, last = out.splitlines()
         return lines, json.loads(last, parse_constant=refuse), err
@@ -139,9 +139,9 @@ def test_a_model_that_has_learned_nothing_has_the_loss_of_guessing(go):
 
 @pytest.mark.slow
 def test_the_same_numbers_come_twice_and_at_any_batch_size(go):
-    first, one, eight = (go(exit_tokens=0, **changes) for changes in ({}, dict(batch_size=1), dict(batch_size=8)))             # times are never the same
+    first, one, eight = (go(**changes) for changes in ({}, dict(batch_size=1), dict(batch_size=8)))
     one, eight = one[1]["parts"], eight[1]["parts"]
-    assert first[:2] == go(exit_tokens=0)[:2]
+    assert first[:2] == go()[:2]
     for name in ("nats_per_token", "bits_per_byte", "interval"):
         assert one["loss"][name] == pytest.approx(eight["loss"][name], abs=1e-6)
     for a, b in zip(one["depth"]["points"], eight["depth"]["points"]):
@@ -392,7 +392,7 @@ def test_earlier_parts_stay_while_the_checkpoint_is_the_same(go):
 
 
 def test_all_parts_run_for_the_newest_run_when_nothing_is_said(go):
-    record = go(exit_tokens=0)[1]
+    record = go()[1]
     assert record["folder"] == "out/gated" and list(record["parts"]) == [name for name in evaluation.PARTS if name not in ("router", "answers")] == ["loss", "depth", "exit"]
     assert list(go("depth", "loss", "depth")[1]["parts"]) == ["depth", "loss"]
 
@@ -429,7 +429,7 @@ def test_a_folder_that_cannot_be_written_costs_no_result(go, monkeypatch, capsys
     monkeypatch.setattr(evaluation, "draw_exit", DRAW_EXIT)
     for name in ("eval.json", "depth.png", "exit.png"):
         Path(f"out/gated/{name}.tmp").mkdir()                            # write_whole's place
-    evaluation.main(["--device=cpu", "--exit_tokens=0"])
+    evaluation.main(["--device=cpu", "--exit_tokens=0", "--exit_thresholds=0.1"])
     out, err = capsys.readouterr()
     assert list(json.loads(out.splitlines()[-1])["parts"]) == ["loss", "depth", "exit"]
     assert err.count("no picture: could not save") == 2 and err.count("note: could not save out/gated/eval.json") == 1
