@@ -260,6 +260,7 @@ def data(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow
 def test_a_small_version_of_each_family_trains(name, data, tmp_path, monkeypatch):
     """The layout, sharing, update and schedule as they are; the widths and the run cut down by flags."""
     monkeypatch.chdir(tmp_path)

@@ -261,6 +261,7 @@ def test_flops_equal_the_table_of_the_mor_paper(plan, kv, mflop):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [keys for keys in ROUTED + SHARED + OPTIONS if keys["router"] != "token"], ids=name)
+@pytest.mark.slow
 def test_exact_flops_are_those_of_a_real_forward_at_its_capacities(keys):
     cfg, T = routed(keys), 12
     for depth in (3, 0, 1, 2):                                                      # shallow passes ask one router more than they take steps
@@ -278,6 +279,7 @@ def test_a_routed_model_goes_no_deeper_than_it_has_routers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [dict(router="expert"), dict(router="expert", kv="share", update="inject"), dict(router="token")], ids=name)
+@pytest.mark.slow
 def test_a_routed_run_trains_evaluates_and_writes(tmp_path, monkeypatch, capsys, keys):
     monkeypatch.chdir(tmp_path)
     make_data(tmp_path)
