@@ -27,7 +27,8 @@ Caches begin at the declared capacities; steps imposed beyond them make them gro
 ladder: train.py for every config (in every mode a folder, as config/ladder/rivals, stands for those in it) at every seed,
 --jobs at a time, with the flags of train.py that are given. A run that is recorded in config/ladder/results.jsonl with the
 same settings on the same data is not trained again; one that was killed goes on; one that another process trains is waited
-for, so that ladders may share runs; Ctrl-C lets all save. The table, its record and a picture are in out/ladder. --jobs=0 trains nothing and prints what is recorded.
+for, so that ladders may share runs; Ctrl-C lets all save. The table, its record and a picture are in out/ladder. --jobs=0
+trains nothing and prints what is recorded.
 """
 import contextlib
 import datetime
@@ -516,12 +517,18 @@ def mean_passes(taken, core_ms):
     return statistics.fmean(sum(core_ms[n] for n in rows_in_steps(tick)) / core_ms[len(taken)] for tick in zip(*taken))
 
 
+def line(x, ms):
+    """ms = a + b x by least squares, and how much of the variance that explains."""
+    b, a = statistics.linear_regression(x, ms)
+    return {"a_ms": a, "b_ms": b, "r2": statistics.correlation(x, ms) ** 2}
+
+
 def fit(told, core_ms, R):
     """Least squares of the medians over the five mean depths, and what a row that goes on alone costs."""
     points, lone = told[:5], told[5:]
     x, ms, core = [row["passes"] for row in points], [row["ms"] for row in points], core_ms[max(core_ms)]
-    b, a = statistics.linear_regression(x, ms)
-    found = {"a_ms": a, "b_ms": b, "r2": statistics.correlation(x, ms) ** 2, "core_ms": core, "b_over_core": b / core}
+    found = line(x, ms)
+    found |= {"core_ms": core, "b_over_core": found["b_ms"] / core}
     for row in lone:
         found |= {"lone_ms": (row["ms"] - ms[0]) / (R - 1), "lone_core_ms": core_ms[1]}
         found["lone_over_core"] = found["lone_ms"] / core_ms[1]
@@ -632,15 +639,15 @@ COMMANDS = {("decode memory", ""): "`python bench.py counts {}`",
             ("dynamics", "GRT after"): "none yet: predictions are not compared with those of the last step",
             ("throughput", ""): "none yet: serving, whose batches are filled up as tokens leave, is not here"}
 PROPERTIES = {"depth of its own per token in training": lambda cfg: cfg.router != "none",
-              "leaves early while decoding: as predictions settle (exit=kl)": lambda cfg: leaves(cfg, "kl"),
-              "leaves early while decoding: by an exit gate (exit=cdf)": lambda cfg: leaves(cfg, "cdf"),
+              "leaves early while decoding: as predictions settle (exit=kl)": lambda cfg: accepts(cfg, lambda model: model.check_exit("kl", None)),
+              "leaves early while decoding: by an exit gate (exit=cdf)": lambda cfg: accepts(cfg, lambda model: model.check_exit("cdf", None)),
               "input read at every step": lambda cfg: cfg.update != "replace",
               "gate": lambda cfg: cfg.update == "gate",
               "noise in training": lambda cfg: cfg.state_noise > 0 or cfg.gate_noise > 0,
               "random depth in training": lambda cfg: cfg.depth_sampling != "fixed",
               "every step supervised": lambda cfg: cfg.loss == "every",
               "weights change with the step": lambda cfg: cfg.lora_rank > 0 or not cfg.any_depth,
-              "runs deeper than trained": lambda cfg: cfg.n_recur > 1 and runs_at(cfg, cfg.n_recur + 1),
+              "runs deeper than trained": lambda cfg: cfg.n_recur > 1 and accepts(cfg, lambda model: model.check_depth(cfg.n_recur + 1)),
               "plain cache: all tokens at every step": lambda cfg: cfg.router == "none",
               "one K and V for all steps while decoding": lambda cfg: cfg.n_recur > 1 and cfg.compressible}
 COLUMNS = ("system", "command", "layout", "parameters", "tokens", "MFLOP per token, exact", "by the paper's formula", "published", "agrees", "note")
@@ -667,21 +674,13 @@ def tokens_per_step(s):
     return s.batch_size * s.gradient_accumulation_steps * s.block_size
 
 
-def runs_at(cfg, depth):
-    with torch.device("meta"):
-        model = GPT(cfg)
-    try:
-        return model.check_depth(depth) == depth
-    except ValueError:
-        return False
-
-
-def leaves(cfg, exit):
-    """Whether an exit rule goes with the model."""
+def accepts(cfg, check):
+    """Whether one of the model's own checks lets it pass."""
     with torch.device("meta"):
         model = GPT(cfg).eval()
     try:
-        return model.check_exit(exit, None) is not None
+        check(model)
+        return True
     except ValueError:
         return False
 
@@ -728,8 +727,13 @@ def system_line(rows):
 BAR = r"\|"                                    # a bar inside a cell
 
 
+def piped(cells):
+    """A line of a markdown table."""
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
+
+
 def markdown(cells):
-    head, *lines = (f"| {' | '.join(cell.replace('|', BAR) for cell in line)} |" for line in cells)
+    head, *lines = map(piped, cells)
     return "\n".join([head, "|" + "---|" * len(cells[0]), *lines]) + "\n"
 
 
@@ -775,6 +779,7 @@ def publish(all_settings, cfgs):
         raise UserError(f"{path} cannot be written: {error.strerror}; give another file, --to=FILE")
     print(f"table: {path}: {said_of(tally)}")
     return tally
+
 
 # ---------------------------------------------------------------------------------------------------------------- ladder
 
@@ -1174,7 +1179,7 @@ def ladder_lines(rows):
 
 
 def pipes(head, rows):
-    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+    return [piped(cells) for cells in (head, ["---"] * len(head), *rows)]
 
 
 def pair_lines(pairs):
@@ -1210,17 +1215,11 @@ def draw_depths(axes, rows, colors):
 def draw_ladder(path, name, rows):
     """Loss of each rung, every seed a dot, its mean a bar; beside it accuracy by group and loss by depth, where there are any. A rung
     keeps its colour."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        print("note: no picture, as matplotlib is not here (pip install matplotlib)", file=sys.stderr)
-        return
-    if not rows:
-        return
+    from eval import new_figure                               # here: eval.py takes its clock from this file
     deep, asked = ([row for row in rows if len(row[name]) > least] for name, least in (("by_depth", 1), ("accuracy_by_group", 0)))
     panels = [draw for draw, drawn in ((draw_groups, asked), (draw_depths, deep)) if drawn]
-    figure = Figure(figsize=(6 + 5 * len(panels), 1.2 + 0.45 * max(5, len(rows))), layout="constrained")
+    if (figure := new_figure(6 + 5 * len(panels), 1.2 + 0.45 * max(5, len(rows)))) is None or not rows:
+        return
     left, *right = figure.subplots(1, 1 + len(panels), squeeze=False)[0]
     colors = {row["name"]: f"C{place}" for place, row in enumerate(rows)}
     for place, row in enumerate(rows):
@@ -1236,6 +1235,7 @@ def draw_ladder(path, name, rows):
     for axes in (left, *right):
         axes.grid(alpha=0.3)
     if draw_depths in panels:
+        from matplotlib.ticker import MaxNLocator
         right[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
     print(f"picture: {path}", file=sys.stderr)

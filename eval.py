@@ -29,10 +29,10 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import EXITS, FORMS, GPT, AtEnd, Silence, as_logit, at_least_fp32, exact_flops, fold_in, generator, make_cache, no_cache, steps_taken, topk
+from model import EXITS, FORMS, GPT, AtEnd, Silence, as_logit, at_least_fp32, causal, exact_flops, fold_in, generator, make_cache, no_cache, steps_taken, topk
 from sample import load_run, newest_run
-from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoint_of, commit, evaluate, fitting, fixed_windows, load_checkpoint,
-                   max_vio, open_split, pick_device, write_whole)
+from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoint_of, commit, count_depths, evaluate, fitting, fixed_windows,
+                   load_checkpoint, max_vio, mean_depth, open_split, pick_device, write_whole)
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
@@ -431,27 +431,27 @@ def rules_of(model):
     return rules, why
 
 
-def exit_pass(model, ids_BT, rule, threshold):
-    """(what the head reads, steps taken (B, T)) of a full forward in which tokens leave early; rule None: none does."""
-    cache = no_cache(model.cfg, rule)
-    e_BTD, outer = model.start(ids_BT, cache)
-    watch = EXITS[rule](model, outer, cache, threshold)
-    h_BTD, who = model.recursion(e_BTD, outer, model.cfg.n_recur, Silence(), cache, watch)
+def full_pass(model, ids_BT, exit=None, exit_threshold=None, choose=causal, threshold=None):
+    """(what the head reads, steps taken (B, T)) of a forward pass at full depth. exit: the rule by which tokens leave early
+    (None: none does); choose, threshold: how routers choose."""
+    cache = no_cache(model.cfg, exit)
+    e_BTD, outer = model.start(ids_BT, cache, threshold=threshold)
+    watch = EXITS[exit](model, outer, cache, exit_threshold)
+    h_BTD, who = model.recursion(e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache, watch)
     return watch.features(h_BTD, who), steps_taken(who, ids_BT)
 
 
 @torch.no_grad()
 def exit_point(run, starts, rule, threshold):
     """Loss, steps and FLOPs per token of one threshold, the score's own included."""
-    cfg, nats, counts, depths = run.model.cfg, 0.0, 0.0, torch.zeros(run.model.cfg.n_recur + 1, dtype=torch.long)
+    cfg, nats, counts, load = run.model.cfg, 0.0, 0.0, 0
     for ids_BT, targets_BT in batches(run, starts):
         with run.autocast:
-            x_BTD, depth_BT = exit_pass(run.model, ids_BT, rule, threshold)
+            x_BTD, depth_BT = full_pass(run.model, ids_BT, rule, threshold)
             nats_B, count_B = row_nats(run.model, x_BTD, targets_BT)
         nats, counts = nats + nats_B.sum().item(), counts + count_B.sum().item()
-        depths += torch.bincount(depth_BT.flatten().cpu(), minlength=cfg.n_recur + 1)
-    shares = (depths / depths.sum()).tolist()
-    mean = sum(depth * share for depth, share in enumerate(shares))
+        load = load + count_depths(depth_BT, cfg.n_recur)
+    mean, shares = mean_depth(load.tolist()), (load / load.sum()).tolist()
     flops = cfg.flops_per_token(cfg.block_size, depth=mean, exit=rule) if cfg.router == "none" else None       # of routed models: not counted
     return {"rule": rule, "threshold": threshold, "mean_depth": mean, "depth_shares": shares, "flops_per_token": flops,
             "nats_per_token": nats / counts, "bits_per_byte": nats / counts * run.bits}
@@ -461,7 +461,7 @@ def exit_point(run, starts, rule, threshold):
 def time_exits(run, starts, points, n_tokens):
     """Adds to each point the median milliseconds of decoding one token more of real text, one row, with a cache, and the mean
     steps of those tokens. Points take turns."""
-    from bench import clock
+    from bench import clock                                   # here: bench.py takes its figures from this file
     n = min(n_tokens, run.model.cfg.block_size - 1)
     ids_1T, took = run.split.batch([int(starts[0])], run.device)[0][:, : n + 1], [[] for _ in points]
     for repeat in range(-1, REPEATS):                         # the first round warms up
@@ -482,11 +482,9 @@ def time_exits(run, starts, points, n_tokens):
 
 def fit_line(points):
     """ms per token = a + b x steps by least squares, and how much of the variance that explains."""
+    from bench import line
     x, y = [p["timed_depth"] for p in points], [p["ms_per_token"] for p in points]
-    if len(set(x)) < 2:
-        return None                                           # no line through one depth
-    b, a = np.polyfit(x, y, 1)
-    return {"a_ms": float(a), "b_ms": float(b), "r2": float(np.corrcoef(x, y)[0, 1] ** 2)}
+    return line(x, y) if len(set(x)) > 1 else None            # no line through one depth
 
 
 def measure_exit(run, s):
@@ -631,13 +629,9 @@ class Lot:
 def routed_pass(model, ids_BT, choose, threshold):
     """(what the head reads, steps taken (B, T), what routers were asked: see RouterWatch) at full depth, tokens chosen by
     `choose`. Token-choice models choose in one way only."""
-    cache = no_cache(model.cfg)
     with RouterWatch(model) as watch:
-        e_BTD, outer = model.start(ids_BT, cache, threshold=threshold)
-        end = AtEnd(model, outer, cache)
-        h_BTD, who = model.recursion(e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache, end)
-    depth_BT = steps_taken(who, ids_BT)
-    return end.features(h_BTD, who), depth_BT, watch.asked(depth_BT)
+        x_BTD, depth_BT = full_pass(model, ids_BT, choose=choose, threshold=threshold)
+    return x_BTD, depth_BT, watch.asked(depth_BT)
 
 
 class Tally:

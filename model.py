@@ -1661,7 +1661,7 @@ class Exit(AtEnd):
 
     def look(self, h_BTD, who, step):
         x_ACD = self.model.finish(who.take(h_BTD), who, functools.partial(self.cache.exit_seat, step - 1))
-        self.x_BTD = x_ACD if self.x_BTD is None else who.put(self.x_BTD, x_ACD)
+        self.x_BTD = who.put(self.x_BTD, x_ACD)               # at the first step everyone is there, and nothing to put it into
         return who.pick(compact(~self.leaves(x_ACD, who), who.real_AC), *h_BTD.shape[:2])
 
     def features(self, h_BTD, who, pick=slice(None)):
@@ -1675,7 +1675,7 @@ class ByKL(Exit):
 
     def leaves(self, x_ACD, who):
         log_p_ACV = at_least_fp32(self.model.head(x_ACD)).log_softmax(-1)
-        last, self.log_p_BTV = self.log_p_BTV, log_p_ACV if self.log_p_BTV is None else who.put(self.log_p_BTV, log_p_ACV)
+        last, self.log_p_BTV = self.log_p_BTV, who.put(self.log_p_BTV, log_p_ACV)
         if last is None:
             return torch.zeros_like(log_p_ACV[..., 0], dtype=torch.bool)
         kl_AC = (log_p_ACV.exp() * (log_p_ACV - who.take(last))).sum(-1).clamp(min=0)              # rounding may take it below
@@ -1695,7 +1695,7 @@ class ByCDF(Exit):
         log_stay_AC1 = F.logsigmoid(-self.model.exit_gate(x_ACD))[..., None]
         if self.log_stay_BT1 is not None:
             log_stay_AC1 = log_stay_AC1 + who.take(self.log_stay_BT1)
-        self.log_stay_BT1 = log_stay_AC1 if self.log_stay_BT1 is None else who.put(self.log_stay_BT1, log_stay_AC1)
+        self.log_stay_BT1 = who.put(self.log_stay_BT1, log_stay_AC1)
         return -log_stay_AC1[..., 0].expm1() >= self.threshold
 
     @staticmethod

@@ -499,7 +499,7 @@ MUTANTS = {
 
     # ---- early exit
     "the exit score compares with the first step": (
-        "log_p_ACV if self.log_p_BTV is None else who.put(self.log_p_BTV, log_p_ACV)",
+        "who.put(self.log_p_BTV, log_p_ACV)",
         "log_p_ACV if self.log_p_BTV is None else self.log_p_BTV",
         "test_exit::test_exit_by_kl_compares_the_predictions_of_a_step_and_of_the_one_before"),
     "the exit score is the other way round": (
@@ -519,7 +519,7 @@ MUTANTS = {
         "self.leaves(x_ACD, who)\n        return who",
         "test_exit::test_a_token_that_left_by_exit_is_computed_no_more"),
     "a token is read with its first features": (
-        "x_ACD if self.x_BTD is None else who.put(self.x_BTD, x_ACD)",
+        "who.put(self.x_BTD, x_ACD)",
         "x_ACD if self.x_BTD is None else self.x_BTD",
         "test_exit::test_exit_by_kl_compares_the_predictions_of_a_step_and_of_the_one_before"),
     "what left is not carried on": (
