@@ -20,6 +20,8 @@ import bench
 import model
 from model import FLOPS, GPT, GPTConfig, RouterUnit, stream
 
+pytestmark = pytest.mark.slow
+
 CPU, PLAIN = torch.device("cpu"), contextlib.nullcontext()
 
 

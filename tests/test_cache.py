@@ -237,6 +237,7 @@ def test_a_block_that_runs_twice_in_a_step_cannot_be_compressed():
 
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.slow
 def test_generating_with_and_without_a_cache_gives_the_same_tokens(name, temperature):
     """Unequal prompts, past the context's end, greedy and drawn."""
     model = loud(tiny(block_size=20, **NAMED[name]))

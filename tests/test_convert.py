@@ -18,6 +18,8 @@ from model import GPT, GPTConfig, block_table
 from tiny import layout, loud, some_ids, tiny
 from toy import DENSE, flags, make_config, make_data, refusal
 
+pytestmark = pytest.mark.slow
+
 HOW = ["stepwise", "average", "lower"]
 FULL = 16                               # the rank of every matrix of a tiny block
 

@@ -85,6 +85,7 @@ def test_help_shows_every_key_with_type_default_and_sentence(script, capsys):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_every_config_builds_a_model_and_has_no_key_without_effect(path):
     settings = train.parse([str(path)])
     cfg = settings.build(model.GPTConfig, vocab_size=320)

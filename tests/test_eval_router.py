@@ -24,6 +24,8 @@ import train
 from eval import AFTER, CLASSES, CLOSING, CONTINUATION, OPENING, OTHER, START, WHITESPACE, Lot, TokenClasses, agreement, by_class, flops_at, routed_pass
 from model import FORMS, GPT, topk
 
+pytestmark = pytest.mark.slow
+
 ROUTED = dict(update="replace", depth_sampling="fixed", state_noise=0.0, gate_noise=0.0, n_recur=3)
 DRAW = evaluation.draw_router
 

@@ -14,6 +14,8 @@ import prepare
 from config import UserError
 from test_prepare import files_of, parquet, script, texts, write
 
+pytestmark = pytest.mark.slow
+
 datasets = pytest.importorskip("datasets")
 huggingface_hub = pytest.importorskip("huggingface_hub")
 

@@ -24,6 +24,8 @@ import train
 from config import UserError
 from model import GPTConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(bench.__file__).resolve().parent
 LADDERS = sorted(path for path in (ROOT / "config" / "ladder").iterdir() if path.is_dir())
 

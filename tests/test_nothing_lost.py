@@ -22,6 +22,8 @@ import train
 from model import GPT, GPTConfig
 from train import learning_rate
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(train.__file__).resolve().parent
 posix = pytest.mark.skipif(os.name != "posix", reason="needs fork and signals")
 

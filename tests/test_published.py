@@ -24,6 +24,8 @@ import model
 import train
 from config import UserError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(train.__file__).resolve().parent
 CONFIG = ROOT / "config"
 TEXT = (CONFIG / "published.json").read_text("utf-8")

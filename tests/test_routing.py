@@ -57,6 +57,7 @@ def assert_close(a, b):
 
 
 @pytest.mark.parametrize("keys", cases(ROUTED, SHARED, OPTIONS))
+@pytest.mark.slow
 def test_logits_and_depths_equal_the_specification_at_every_depth(keys):
     cfg = routed(keys)
     model, ids_BT = loud(cfg).double(), some_ids(3, 12)

@@ -258,6 +258,7 @@ def characters(out):
 @pytest.mark.parametrize("run", ["toy", "sequence", "expert", "token"])
 @pytest.mark.parametrize("changes", [{}, dict(num_samples=3, temperature=1.0), dict(max_new_tokens=0), dict(max_new_tokens=1), dict(stop="\ufffd"),
                                      dict(use_cache=False), dict(max_new_tokens=60)], ids=str)
+@pytest.mark.slow
 def test_colour_adds_codes_and_changes_no_character(go, run, changes):
     prompts = ["--start=ab\n\nc", "--start=" + MIXED[:8], "--start="]
     plain, coloured = (go(*prompts, out_dir=f"out/{run}", color=color, **changes) for color in (False, True))
