@@ -421,9 +421,11 @@ class Window(NamedTuple):
     mask_A1TS: torch.Tensor | None       # what a query sees of its row's first S places; None: all of them
     n_seen: int                          # S
     n_rows: int                          # of the cache
-    row_n: list | None                   # (row, entries) of the rows that take part; None: all rows, in order
+    row_A: list | None                   # the rows that take part; None: all rows, in order
+    span_A: list | None = None           # (first, end) of the places that each of them reads; None: all rows' first S
     position_AT: torch.Tensor | None = None
     real_AT: torch.Tensor | None = None  # None: all of them
+    n_made: int | None = None            # K and V are made of the first so many rows alone; None: of all
 
 
 class Seat(NamedTuple):
@@ -434,15 +436,19 @@ class Seat(NamedTuple):
     window: Window
 
     causal = False
-    mask_A1TS, row_n = property(lambda self: self.window.mask_A1TS), property(lambda self: self.window.row_n)
+    mask_A1TS, span_A = property(lambda self: self.window.mask_A1TS), property(lambda self: self.window.span_A)
 
     def exchange(self, make):
-        """Write the new entries that make_k and make_v give; give back the rows' windows of stored ones: k, v (B, S, G, K)."""
+        """Write the new entries that make_k and make_v give; give back the stored ones that are read, k and v: each row's first
+        (B, S, G, K), or where rows read spans of their own the whole store (P, G, K)."""
         place_C, real_C, n_rows = self.window.place_C, self.window.real_C, self.window.n_rows
         if place_C is not None:
-            new = torch.stack([part() for part in make]).flatten(1, 2)
-            self.kv.index_copy_(1, place_C, new if real_C is None else new[:, real_C])
-        return self.kv.view(2, n_rows, -1, *self.kv.shape[2:])[:, :, : self.window.n_seen].unbind()
+            new = torch.stack([part(self.window.n_made) for part in make]).flatten(1, 2)
+            self.write(place_C, new if real_C is None else new[:, real_C])
+        return (self.kv if self.span_A is not None else self.kv.view(2, n_rows, -1, *self.kv.shape[2:])[:, :, : self.window.n_seen]).unbind()
+
+    def write(self, place_C, new):
+        self.kv.index_copy_(1, place_C, new)
 
 
 class Kept(NamedTuple):
@@ -454,7 +460,7 @@ class Kept(NamedTuple):
     mask_A1TS: torch.Tensor | None
     causal: bool                         # everyone is there, in order
 
-    row_n = None
+    span_A = None
 
     def exchange(self, make):
         if self.who is not None:
@@ -470,15 +476,15 @@ class HalfKept(NamedTuple):
     half: int                            # 0: K, 1: V
     who: object                          # those who are in this step; None: step 0
 
-    causal, mask_A1TS, row_n = (property(lambda self: self.seat is None or self.seat.causal), property(lambda self: self.seat and self.seat.mask_A1TS),
-                                property(lambda self: self.seat and self.seat.row_n))
+    causal, mask_A1TS, span_A = (property(lambda self: self.seat is None or self.seat.causal), property(lambda self: self.seat and self.seat.mask_A1TS),
+                                 property(lambda self: self.seat and self.seat.span_A))
 
     def exchange(self, make):
         make = list(make)
         if self.who is None:
             self.store[:] = [make[self.half]()]
         kept = self.store[0] if self.who is None else self.who.take(self.store[0])
-        make[self.half] = lambda: kept
+        make[self.half] = lambda n=None: kept
         return [part() for part in make] if self.seat is None else self.seat.exchange(make)
 
 
@@ -583,19 +589,19 @@ class KVCache:
         """The places of T more tokens in rows that hold start_A of n_places, of which the first n_new_A are real, and what each
         sees. row_A: the rows that take part (None: all)."""
         n_A, level = [n + new for n, new in zip(start_A, n_new_A)], len(set(start_A)) == 1
-        n_seen, row_n = max(n_A), None if row_A is None else list(zip(row_A, n_A))
+        n_seen, span_A = max(n_A), None if row_A is None else [(row * n_places, row * n_places + n) for row, n in zip(row_A, n_A)]
         rows = zip(range(len(n_A)) if row_A is None else row_A, start_A, n_A)
         place_C = torch.tensor([row * n_places + place for row, start, stop in rows for place in range(start, stop)], device=device)
         position_AT = torch.tensor(start_A[:1] if level else start_A, device=device)[:, None]
         position_AT = position_AT if T == 1 else position_AT + torch.arange(T, device=device)
         real_AT = real_C = mask_A1TS = None
-        if T > 1 or not (level or row_n):
+        if T > 1 or not (level or span_A):
             mask_A1TS = sees(position_AT, n_seen)
         if min(n_new_A) < T:
             real_AT = torch.arange(T, device=device) < torch.tensor(n_new_A, device=device)[:, None]
             real_C = real_AT.flatten().nonzero().squeeze(1)
             position_AT = position_AT.clamp(max=self.n_places - 1)               # padding may stand beyond
-        return Window(place_C, real_C, mask_A1TS, n_seen, self.n_rows, row_n, position_AT, real_AT)
+        return Window(place_C, real_C, mask_A1TS, n_seen, self.n_rows, row_A, span_A, position_AT, real_AT)
 
     def arrive(self, step, who):
         """The tokens of `who` go through a step: their places are their positions."""
@@ -605,15 +611,15 @@ class KVCache:
         """The window of those of this call's tokens, in places that are their positions."""
         if who.index_AC is None:
             return self.outer_window
-        rows, row_n = range(self.n_rows), None
+        rows, span_A = range(self.n_rows), None
         if who.row_A is not None:
-            rows, row_n = who.row_A, [(row, self.length_B[row]) for row in who.row_A]
+            rows, span_A = who.row_A, [(row * self.n_places, row * self.n_places + self.length_B[row]) for row in who.row_A]
         place_AC = torch.tensor(rows, dtype=torch.long, device=who.position_AC.device)[:, None] * self.n_places + who.position_AC
         real_n = None if who.real_AC is None else who.real_AC.flatten().nonzero().squeeze(1)
         n_seen, level = self.outer_window.n_seen, len(set(self.length_B)) == 1
-        newest = self.outer_window.position_AT.size(1) == 1 and (row_n is not None or level)     # of a row: sees all of it
+        newest = self.outer_window.position_AT.size(1) == 1 and (span_A is not None or level)    # of a row: sees all of it
         mask_A1TS = None if newest else sees(who.position_AC, n_seen)
-        return Window(place_AC.flatten() if real_n is None else place_AC.flatten()[real_n], real_n, mask_A1TS, n_seen, self.n_rows, row_n)
+        return Window(place_AC.flatten() if real_n is None else place_AC.flatten()[real_n], real_n, mask_A1TS, n_seen, self.n_rows, who.row_A, span_A)
 
     def seat(self, i):
         return Seat(self.outer[i], self.outer_window)
@@ -689,10 +695,10 @@ class CompressedCache(KVCache):
 
     def __init__(self, full, how, taken_P=None):
         vars(self).update(vars(full))                         # same rows, places, lengths and outer slots
-        self.core, self.fold = [self.new_slot(self.n_places) for _ in range(self.cfg.n_core)], FOLDS[how]
+        self.core, self.share = [self.new_slot(self.n_places) for _ in range(self.cfg.n_core)], FOLDS[how]
         for step, row in enumerate(block_table(self.cfg, self.depth)):
             for j, block in enumerate(row):
-                kept = self.fold(self.core[block], full.core[full.core_slot(step, j)], step)
+                kept = torch.lerp(self.core[block], full.core[full.core_slot(step, j)], self.share(step))
                 self.core[block].copy_(kept if taken_P is None else torch.where(taken_P[:, None, None] > step, kept, self.core[block]))
         # What is kept of the token at hand while its entry is in use; `last` keeps the entry itself.
         self.scratch = [] if how == "last" else [slot.new_zeros(2, self.n_rows, *slot.shape[2:]) for slot in self.core]
@@ -709,10 +715,10 @@ class CompressedCache(KVCache):
         return super().open(B, T, n_new_B, device)
 
     def settle(self, step):
-        place_C, row_n = self.core_window.place_C, self.core_window.row_n
-        rows = slice(None) if row_n is None else [row for row, _ in row_n]
+        place_C, row_A = self.core_window.place_C, self.core_window.row_A
+        rows = slice(None) if row_A is None else row_A
         for slot, kept in zip(self.core, self.scratch):
-            slot[:, place_C] = kept[:, rows] = self.fold(kept[:, rows], slot[:, place_C], step)
+            slot[:, place_C] = kept[:, rows] = torch.lerp(kept[:, rows], slot[:, place_C], self.share(step))
 
 
 def half_kept(base, half):
@@ -818,13 +824,8 @@ def no_cache(cfg, exit=None):
     return inner if exit is None else ExitNoCache(inner)
 
 
-# How a compressed slot takes up step r (from 0): what was kept, the new entry -> what is kept.
-FOLDS = {
-    "full": None,
-    "first": lambda kept, new, step: kept if step else new,
-    "last": lambda kept, new, step: new,
-    "mean": lambda kept, new, step: torch.lerp(kept, new, 1 / (step + 1)),
-}
+# What a compressed slot takes of the entry of step r (from 0) in place of what it kept: the share of the new one.
+FOLDS = {"full": None, "first": lambda step: 1.0 * (step == 0), "last": lambda step: 1.0 + 0.0 * step, "mean": lambda step: 1.0 / (step + 1)}
 
 # --------------------------------------------------------------------------------------------- 4 attention, MLP, block
 
@@ -833,12 +834,12 @@ def attend(q_ATHK, make, seat, dropout):
     """Attention of T queries: causal over what is here without a seat, else over what the seat lets them see. make: two
     functions that make the new K and V."""
     k_BSGK, v_BSGK = [part() for part in make] if seat is None else seat.exchange(make)
-    if seat is None or seat.row_n is None:
+    if seat is None or seat.span_A is None:
         return weigh(q_ATHK, k_BSGK, v_BSGK, seat and seat.mask_A1TS, seat is None or seat.causal, dropout)
-    # Few rows of a cache: each reads its own entries where they lie.
+    # Rows that read spans of a store: each where it lies, for a copy would cost more than the attention.
     masks = [None] * len(q_ATHK) if seat.mask_A1TS is None else seat.mask_A1TS.expand(len(q_ATHK), -1, -1, -1).split(1)
-    return torch.cat([weigh(q[None], k_BSGK[row, None, :n], v_BSGK[row, None, :n], mask if mask is None else mask[..., :n], False, dropout)
-                      for q, (row, n), mask in zip(q_ATHK, seat.row_n, masks)])
+    return torch.cat([weigh(q[None], k_BSGK[None, first:end], v_BSGK[None, first:end], mask if mask is None else mask[..., : end - first], False, dropout)
+                      for q, (first, end), mask in zip(q_ATHK, seat.span_A, masks)])
 
 
 def weigh(q_BTHK, k_BSGK, v_BSGK, mask_B1TS, causal, dropout):
@@ -848,6 +849,11 @@ def weigh(q_BTHK, k_BSGK, v_BSGK, mask_B1TS, causal, dropout):
     y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, dropout_p=dropout, is_causal=causal,
                                             enable_gqa=True if q_BHTK.size(1) != k_BGSK.size(1) else False)    # bare, != would break a dynamic graph
     return y_BHTK.transpose(1, 2)
+
+
+def rows(tensors, n):
+    """The first n rows of each; None: all."""
+    return tensors and [x if x is None else x[:n] for x in tensors]
 
 
 class Attention(nn.Module):
@@ -865,8 +871,8 @@ class Attention(nn.Module):
     def forward(self, x_BTD, cos=None, sin=None, seat=None, low={}):
         B, T, D = x_BTD.shape
         q_BTHK = rotate(self.query(x_BTD, low.get("query")).view(B, T, -1, self.head_width), cos, sin)
-        make = (lambda: rotate(self.key(x_BTD, low.get("key")).view(B, T, -1, self.head_width), cos, sin),
-                lambda: self.value(x_BTD, low.get("value")).view(B, T, -1, self.head_width))
+        heads = lambda linear, name, n: linear(x_BTD[:n], rows(low.get(name), n)).unflatten(-1, (-1, self.head_width))
+        make = (lambda n=None: rotate(heads(self.key, "key", n), *rows((cos, sin), n)), lambda n=None: heads(self.value, "value", n))
         y_BTHK = attend(q_BTHK, make, seat, self.dropout if self.training else 0.0)
         return self.output(y_BTHK.reshape(B, T, D), low.get("output"))
 
@@ -993,7 +999,8 @@ class Who(NamedTuple):
     row_A: list | None = None                  # rows that have any, plain numbers; None: all of them
     index_AC: torch.Tensor | None = None       # which of the B x T tokens, counted through; None: all of them
     real_AC: torch.Tensor | None = None        # False: padding behind a row's last chosen token; None: all real
-    choose: Callable | None = None             # expert-choice: topk or causal
+    choose: Callable | None = None             # expert-choice: topk, causal or flags
+    tell: Callable | None = None               # how those who go on are told: compact, or flag
     threshold: float = 0.0                     # as a logit
     depth: int | torch.Tensor = 0              # steps taken: a number for all, or (B, T, 1)
     score_AC1: torch.Tensor | None = None      # the router's score of those who are in it
@@ -1019,16 +1026,18 @@ class Who(NamedTuple):
         if self.index_AC is None:
             return step
         before = self.depth if torch.is_tensor(self.depth) else torch.full((B, T, 1), self.depth, device=self.index_AC.device)
-        return self.put(before, torch.full((*self.index_AC.shape, 1), step, device=self.index_AC.device))
+        return self.put(before, torch.as_tensor(step, device=self.index_AC.device).expand(self.index_AC.shape)[..., None])
 
     def went(self, h_BTD, step):
         return self._replace(depth=self.taken(*h_BTD.shape[:2], step))
 
     def pick(self, picked, B, T):
-        """Of these tokens those that compact() names."""
+        """Of these tokens those that compact() or flag() names."""
         if picked is None:
             return self
         keep, column_LM, real_LM = picked
+        if column_LM is None:
+            return self._replace(real_AC=real_LM)
         device = column_LM.device
         n_rows = B if self.row_A is None else len(self.row_A)
         rows_L1 = torch.tensor(range(n_rows) if keep is None else keep, dtype=torch.long, device=device)[:, None]
@@ -1042,19 +1051,28 @@ class Who(NamedTuple):
         return self._replace(losses={**self.losses, name: self.losses.get(name, 0.0) + weight * loss}) if weight else self
 
 
-def topk(by_AC, decided_AC, k, real_AC):
-    """The k that are first `by` the score of each row; ties go to the earlier token. Sees the whole row: not causal.
-    Returns who is chosen as a mask, and as pick() takes it. Its sizes are known beforehand."""
+def topk(by_AC, decided_AC, share, T, real_AC):
+    """As many of T tokens as a share of them lets in, those that are first `by` the score of each row; ties go to the earlier
+    token. Sees the whole row: not causal. Returns who is chosen as a mask, and as pick() takes it. Its sizes are known beforehand."""
+    k = min(by_AC.size(1), n_chosen(share, T))
     column_LM = by_AC.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
     return torch.zeros_like(decided_AC).scatter(1, column_LM, True), (None, column_LM, None)
 
 
-def causal(by_AC, decided_AC, k, real_AC):
+def causal(by_AC, decided_AC, share, T, real_AC):
     """Those who decided so, each for itself."""
     return decided_AC, compact(decided_AC, real_AC)
 
 
-FORMS = {"topk": topk, "causal": causal}
+def flags(by_AC, decided_AC, share, T, real_AC):
+    """As causal, but nobody moves and no size depends on the data: for serving, whose rows may be at steps of their own."""
+    decided_AC = decided_AC | (share >= 1)
+    return decided_AC, flag(decided_AC, real_AC)
+
+
+def flag(keep_AC, real_AC=None):
+    """As compact(): what is kept and real stays where it is and is the real part from now on."""
+    return None, None, keep_AC if real_AC is None else keep_AC & real_AC
 
 
 def compact(keep_AC, real_AC=None):
@@ -1070,6 +1088,10 @@ def compact(keep_AC, real_AC=None):
     column_LM = (~keep_LC).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
     real_LM = None if least == most else torch.arange(most, device=device) < torch.tensor(n_L, device=device)[:, None]
     return rows, column_LM, real_LM
+
+
+# How those who go on to the next step are found, by name: (among experts' choices, elsewhere).
+FORMS = {"topk": (topk, compact), "causal": (causal, compact), "flags": (flags, flag)}
 
 
 def as_logit(p):
@@ -1112,6 +1134,35 @@ class RouterUnit(nn.Module):
             return x
 
 
+# A step is a number, or in serving one for each row, (A, 1): rows at different steps go through the core together.
+
+
+def of_step(units, step, x_ACD):
+    """What the router of each token's step says, (A, C, 1). One for each row: all are asked, so that no size depends on the data."""
+    if isinstance(step, int):
+        return units[step](x_ACD)
+    return torch.cat([unit(x_ACD) for unit in units], -1).gather(-1, step[..., None].clamp(max=len(units) - 1))
+
+
+def at_step(numbers, step):
+    """The number of each row's step; beyond the last step the last one."""
+    if isinstance(step, int):
+        return numbers[step]
+    return constant(tuple(numbers), step.device)[step.clamp(max=len(numbers) - 1)]
+
+
+@functools.lru_cache
+def constant(numbers, device):
+    return torch.tensor(numbers, device=device)
+
+
+class Everyone(nn.Module):
+    """In a router's place where a step takes all."""
+
+    def forward(self, x_ACD):
+        return torch.full_like(x_ACD[..., :1], math.inf)
+
+
 def z_loss(logits):
     """Mean squared logsumexp over the last axis  [MoR, z-loss]."""
     return logits.logsumexp(-1).square().mean()
@@ -1149,13 +1200,13 @@ def by_score(router, logit_AC, x_ACD, who, step):
 
 
 def by_aux(router, logit_AC, x_ACD, who, step):
-    aux_AC = router.aux_units[step](x_ACD.detach())[..., 0]
+    aux_AC = of_step(router.aux_units, step, x_ACD.detach())[..., 0]
     return logit_AC, aux_AC >= who.threshold, aux_AC
 
 
 def by_lot(router, logit_AC, x_ACD, who, step):
     shares = [1.0, *router.cfg.capacities]
-    luck_AC = shares[step + 1] / shares[step] - lot(who.position_AC, step).expand(logit_AC.shape)
+    luck_AC = at_step(shares, step + 1) / at_step(shares, step) - lot(who.position_AC, step).expand(logit_AC.shape)
     return luck_AC, luck_AC >= 0, logit_AC                    # no threshold; and the loss has no weight
 
 
@@ -1183,7 +1234,7 @@ class Expert(NoRouter):
         self.blend = add_change if cfg.update == "gate" else add_whole
         self.judge = JUDGES["aux" if cfg.aux_router else cfg.router_choice]
         self.units = nn.ModuleList(RouterUnit(cfg, 1) for _ in range(cfg.n_recur))
-        self.aux_units = nn.ModuleList(RouterUnit(cfg, 1) if share < 1 else nn.Identity() for share in cfg.capacities if cfg.aux_router)
+        self.aux_units = nn.ModuleList(RouterUnit(cfg, 1) if share < 1 else Everyone() for share in cfg.capacities if cfg.aux_router)
 
     @property
     def deciding(self):
@@ -1205,16 +1256,16 @@ class Expert(NoRouter):
 
     def narrow(self, h_BTD, who, step):
         B, T, _ = h_BTD.shape
-        if step == self.cfg.n_recur:
+        if isinstance(step, int) and step == self.cfg.n_recur:
             return who
-        x_ACD, share = who.take(h_BTD), self.cfg.capacities[step]
-        logit_AC1 = self.units[step](x_ACD)
+        x_ACD, share = who.take(h_BTD), at_step(self.cfg.capacities, step)
+        logit_AC1 = of_step(self.units, step, x_ACD)
         who = who._replace(score_AC1=self.alpha * self.score(logit_AC1))
         share = share + (1 - share) * self.extra * self.training
-        if share >= 1:
+        if isinstance(step, int) and share >= 1:
             return who
         by_AC, decided_AC, taught_AC = self.judge(self, logit_AC1[..., 0], x_ACD, who, step)
-        chosen_AC, picked = who.choose(by_AC, decided_AC, min(by_AC.size(1), n_chosen(share, T)), who.real_AC)
+        chosen_AC, picked = who.choose(by_AC, decided_AC, share, T, who.real_AC)
         if self.training:
             aux = F.binary_cross_entropy_with_logits(taught_AC, chosen_AC.to(taught_AC.dtype))                   # [MoR, aux loss]
             who = who.add("router", self.cfg.router_weight, aux).add("router_z", self.cfg.z_weight, z_loss(logit_AC1))
@@ -1256,10 +1307,10 @@ class Token(NoRouter):
 
     def narrow(self, h_BTD, who, step):
         B, T, _ = h_BTD.shape
-        return who.pick(compact(who.take(who.wanted_BT1)[..., 0] > step, who.real_AC), B, T)
+        return who.pick(who.tell(who.take(who.wanted_BT1)[..., 0] > step, who.real_AC), B, T)
 
     def merge(self, h_ACD, y_ACD, write, who, step):
-        last_AC1 = who.take(who.wanted_BT1) == step + 1
+        last_AC1 = (who.take(who.wanted_BT1)[..., 0] == step + 1)[..., None]
         return torch.where(last_AC1, who.take(who.e_BTD) + who.take(who.score_BT1).to(h_ACD.dtype) * y_ACD, y_ACD)
 
 
@@ -1301,7 +1352,7 @@ class NoLoRA(nn.Module):
         super().__init__()
 
     def at(self, step, j):
-        """What `step` adds to the linears of the j-th block that it runs: (A, B) by name."""
+        """What `step` adds to the linears of the j-th block that it runs: (A, B) by name, for rows at steps of their own stacked."""
         return {}
 
     @staticmethod
@@ -1328,6 +1379,7 @@ class LoRA(NoLoRA):
         return {"qkv": (D, D + 2 * kv), "output": (D, D), **dict.fromkeys(names, (D, wide)), "down": (wide, D)}
 
     def at(self, step, j):
+        step = step if isinstance(step, int) else step[:, 0]
         pairs = {name: (self.down[j][name][step], self.up[j][name][step]) for name in self.down[j]}
         A, B = pairs.pop("qkv")
         return pairs | {name: (A, part) for name, part in zip(("query", "key", "value"), B.split(self.split, -2))}
@@ -1657,12 +1709,22 @@ class AtEvery(AtEnd):
 class Exit(AtEnd):
     """A token is read after every step that it takes, and leaves the loop when its own score says so. The coda of a step sees the
     tokens that left before as they were read last."""
-    x_BTD = None
+    x_BTD = past = None                                   # what was read; what the score keeps from one step to the next
+
+    def make_room(self, n_rows):
+        """For tokens that stand at steps of their own (serving), in place of the first step's."""
+        like = self.model.embed.weight
+        self.x_BTD = like.new_zeros(n_rows, 1, self.model.cfg.n_embd)
+        self.past = at_least_fp32(like.new_full((n_rows, 1, self.width(self.model.cfg)), self.fresh))
+
+    def forget(self, row_n):
+        """These rows have another token now."""
+        self.past[row_n] = self.fresh
 
     def look(self, h_BTD, who, step):
         x_ACD = self.model.finish(who.take(h_BTD), who, functools.partial(self.cache.exit_seat, step - 1))
         self.x_BTD = who.put(self.x_BTD, x_ACD)               # at the first step everyone is there, and nothing to put it into
-        return who.pick(compact(~self.leaves(x_ACD, who), who.real_AC), *h_BTD.shape[:2])
+        return who.pick(who.tell(~self.leaves(x_ACD, who), who.real_AC), *h_BTD.shape[:2])
 
     def features(self, h_BTD, who, pick=slice(None)):
         self.cache.close()
@@ -1671,11 +1733,11 @@ class Exit(AtEnd):
 
 class ByKL(Exit):
     """Leave when KL(p_t || p_{t-1}) of the predictions after two steps in a row is below the threshold  [Huginn]."""
-    default, log_p_BTV = 5e-4, None
+    default, fresh, width = 5e-4, -math.inf, staticmethod(lambda cfg: cfg.vocab_size)            # nobody leaves after one step: KL from nothing
 
     def leaves(self, x_ACD, who):
         log_p_ACV = at_least_fp32(self.model.head(x_ACD)).log_softmax(-1)
-        last, self.log_p_BTV = self.log_p_BTV, who.put(self.log_p_BTV, log_p_ACV)
+        last, self.past = self.past, who.put(self.past, log_p_ACV)
         if last is None:
             return torch.zeros_like(log_p_ACV[..., 0], dtype=torch.bool)
         kl_AC = (log_p_ACV.exp() * (log_p_ACV - who.take(last))).sum(-1).clamp(min=0)              # rounding may take it below
@@ -1689,13 +1751,13 @@ class ByKL(Exit):
 
 class ByCDF(Exit):
     """Leave at the first step by which the exit gate has let go of the threshold's share: 1 - prod (1 - lambda) >= q  [Ouro]."""
-    default, log_stay_BT1 = 0.5, None
+    default, fresh, width = 0.5, 0.0, staticmethod(lambda cfg: 1)
 
     def leaves(self, x_ACD, who):
         log_stay_AC1 = F.logsigmoid(-self.model.exit_gate(x_ACD))[..., None]
-        if self.log_stay_BT1 is not None:
-            log_stay_AC1 = log_stay_AC1 + who.take(self.log_stay_BT1)
-        self.log_stay_BT1 = who.put(self.log_stay_BT1, log_stay_AC1)
+        if self.past is not None:
+            log_stay_AC1 = log_stay_AC1 + who.take(self.past)
+        self.past = who.put(self.past, log_stay_AC1)
         return -log_stay_AC1[..., 0].expm1() >= self.threshold
 
     @staticmethod
@@ -1742,8 +1804,8 @@ class GPT(nn.Module):
     def start(self, ids_BT, cache, n_new_B=None, routing="causal", threshold=None):
         """Embed and run the prelude. Returns the anchor e, which the first state comes from, and who goes on."""
         position_BT = cache.open(*ids_BT.shape, n_new_B, ids_BT.device)
-        who = Who(position_BT, *self.positions.tables(position_BT), real_AC=cache.outer_window.real_AT, choose=FORMS[routing],
-                  threshold=as_logit(self.cfg.threshold if threshold is None else threshold))
+        who = Who(position_BT, *self.positions.tables(position_BT), real_AC=cache.outer_window.real_AT, choose=FORMS[routing][0],
+                  tell=FORMS[routing][1], threshold=as_logit(self.cfg.threshold if threshold is None else threshold))
         h_BTD = self.dropout(self.positions.add(self.embed(ids_BT), position_BT))
         for i, block in enumerate(self.prelude):
             h_BTD = block(h_BTD, who.cos, who.sin, cache.seat(i))
@@ -1941,9 +2003,17 @@ def sample(logits_BV, temperature=1.0, top_k=None, top_p=None, generator=None):
     """Next token of each row, a list of ints. top_k keeps the k likeliest; top_p then the smallest set that holds p."""
     logits_BV = at_least_fp32(logits_BV)
     if not torch.isfinite(logits_BV).all():
-        raise ValueError("the logits are not finite: the weights are damaged or training diverged")
+        raise ValueError(NOT_FINITE)
+    return draw(logits_BV, temperature, top_k, top_p, generator).tolist()
+
+
+NOT_FINITE = "the logits are not finite: the weights are damaged or training diverged"
+
+
+def draw(logits_BV, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """As sample, of float32 logits that are known to be finite: a tensor (B,)."""
     if temperature < 1e-6:
-        return logits_BV.argmax(-1).tolist()
+        return logits_BV.argmax(-1)
     p_BV = ((logits_BV - logits_BV.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_k or top_p is not None:
         sorted_BV, index_BV = p_BV.sort(dim=-1, descending=True, stable=True)
@@ -1951,7 +2021,7 @@ def sample(logits_BV, temperature=1.0, top_k=None, top_p=None, generator=None):
         likelier_BV = sorted_BV.cumsum(-1) - sorted_BV                # mass of the tokens before each one
         kept_BV = sorted_BV * (likelier_BV < (top_p or 1) * sorted_BV.sum(-1, keepdim=True))
         p_BV = torch.zeros_like(p_BV).scatter(-1, index_BV, kept_BV)
-    return torch.multinomial(p_BV, 1, generator=generator).squeeze(-1).tolist()
+    return torch.multinomial(p_BV, 1, generator=generator).squeeze(-1)
 
 
 @torch.inference_mode()

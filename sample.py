@@ -9,19 +9,24 @@
 Text goes to stdout, everything else to stderr. All prompts and samples run as one batch with a K/V cache.
 """
 import codecs
+import contextlib
 import itertools
 import math
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import config  # before torch: see the top of config/__init__.py
 import torch
 
 import prepare
 from config import UserError, key
-from model import FOLDS, GPT, GPTConfig, KVCache, cache_dtype, check_sampling, generator, stream
+from model import EXITS, FOLDS, GPT, NOT_FINITE, GPTConfig, KVCache, Seat, Silence, Who, Window, as_logit, at_least_fp32, cache_dtype, check_sampling
+from model import check_threshold, draw, flag, flags, generator, make_cache, slot_places, stream
 from train import check_ranges, checkpoint_of, fitting, load_checkpoint, pick_device
 
 
@@ -276,6 +281,558 @@ def report(model, s, rows, depth, n_steps, first, seconds, cache):
         now = cache.nbytes() if cache and s.cache == "full" else size            # that of a routed model grows
         grew = f" (declared: {size / 2**20:,.2f}; more tokens went on than its capacities let in)" if now > size else ""
         say(f"cache {s.cache}: {max(now, size) / 2**20:,.2f} MiB for {len(rows)} rows of {stored} tokens{grew}")
+
+
+# --------------------------------------------------------------------------------------------------------------- serving
+
+UNIT = 16                    # places by which windows are cut, and grow
+
+
+def whole_units(n):
+    return -(-n // UNIT) * UNIT
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, what was written after it, and where it stands."""
+    number: int
+    ids: list                        # of prompt and text; the last one is the token at hand
+    n_prompt: int
+    max_new_tokens: int
+    stop: int | None
+    greedy: bool
+    draw: Callable                   # logits (1, V) -> the next token, (1,)
+    at: str = "waiting"              # start, core, finish: the pass of the model that the token at hand waits for; done
+    step: int = 0                    # steps that the token at hand has taken
+    slot: int | None = None          # its row of what the engine keeps
+    windows: dict = field(default_factory=dict)
+    sizes: dict | None = None        # of the windows that it needs to go on (None: what is declared), and how it then gets back what it had
+    restore: Callable | None = None
+    error: str | None = None
+
+    position = property(lambda self: len(self.ids) - 1)
+    text = property(lambda self: self.ids[self.n_prompt :])
+    n_places = property(lambda self: self.n_prompt + self.max_new_tokens - 1)    # the last token is never read
+
+
+@dataclass
+class Span:
+    """A request's places in a space: `size` of them from `first` on, of which `used` hold something (counted where tokens come as they arrive)."""
+    first: int
+    size: int
+    used: int = 0
+
+
+class Space:
+    """K and V of blocks that are cut alike: a flat store for each, (2, places, G, K), and which places are free."""
+
+    def __init__(self, cfg, n_blocks, n_places, dtype, device):
+        self.stores = [torch.zeros(2, n_places, cfg.kv_heads, cfg.head_width, dtype=dtype, device=device) for _ in range(n_blocks)]
+        self.n_places, self.free = n_places, [(0, n_places)] * (n_places > 0)    # (first, end) of runs, in order
+
+    def take(self, size):
+        """The first free run of `size` places, or None."""
+        for i, (first, end) in enumerate(self.free):
+            if end - first >= size:
+                self.free[i : i + 1] = [(first + size, end)] * (end - first > size)
+                return Span(first, size)
+        return None
+
+    def give(self, span):
+        runs = sorted([*self.free, (span.first, span.first + span.size)])
+        self.free = runs[:1]
+        for first, end in runs[1:]:
+            if first == self.free[-1][1]:
+                self.free[-1] = (self.free[-1][0], end)
+            else:
+                self.free.append((first, end))
+
+    def grow(self, span):
+        """One unit more for a span, where it lies or elsewhere; False: there is no room."""
+        end = span.first + span.size
+        for i, (first, stop) in enumerate(self.free):
+            if first == end and stop - first >= UNIT:
+                self.free[i : i + 1] = [(first + UNIT, stop)] * (stop - first > UNIT)
+                span.size += UNIT
+                return True
+        new = self.take(span.size + UNIT)
+        if new is None:
+            return False
+        for store in self.stores:
+            store[:, new.first : new.first + span.used] = store[:, span.first : span.first + span.used]
+        self.give(span)
+        span.first, span.size = new.first, new.size
+        return True
+
+    def read(self, span, n):
+        return [store[:, span.first : span.first + n].clone() for store in self.stores]
+
+    def write(self, span, entries):
+        for store, entry in zip(self.stores, entries):
+            store[:, span.first : span.first + entry.size(1)] = entry
+
+
+class HalfRows(NamedTuple):
+    """Around a seat, for kv=share_k and share_v, as model.py's HalfKept: rows at step 0 come first, and what they make is kept by slot."""
+    seat: Seat
+    kept: torch.Tensor
+    half: int
+    slot_n: torch.Tensor
+    n_first: int
+
+    causal, mask_A1TS, span_A = False, None, property(lambda self: self.seat.span_A)
+
+    def exchange(self, make):
+        make = list(make)
+        if self.n_first:
+            self.kept[self.slot_n[: self.n_first]] = make[self.half](self.n_first).to(self.kept.dtype)
+        make[self.half] = lambda n=None: self.kept[self.slot_n]
+        return self.seat.exchange(make)
+
+
+class Shelves:
+    """The K and V of all requests in flight, cut to what each needs, and where the next pass of the model writes and reads. To the
+    model it is a cache as those of model.py (room 3), for one new token per row.
+
+    Three spaces: outer, for prelude and coda; core; with early exit coda. In a space a request has a window per *lane*: a step of
+    the core or of such a coda, one for all steps where they share or compress. A window has the places that its step's capacity
+    declares, in units of UNIT, and where more tokens come than declared it grows by a unit."""
+
+    def __init__(self, model, n_slots, n_places, n_whole, depth, exit, how):
+        cfg, device, dtype = model.cfg, model.embed.weight.device, cache_dtype(model)
+        self.cfg, self.depth, self.exits, self.how, self.device = cfg, depth, exit is not None, how, device
+        self.by_arrival = cfg.router != "none" and cfg.kv != "share"
+        self.lanes = depth if how == "full" and cfg.kv != "share" else min(1, depth)         # of the core
+        blocks = {"outer": cfg.n_prelude + cfg.n_coda * (not self.exits), "core": cfg.n_core, "coda": cfg.n_coda * self.exits}
+        places = {name: n_whole * sum(sizes) for name, sizes in self.sizes(n_places).items()}
+        if self.by_arrival:                                   # one request alone may take every step with every token
+            places["core"] = max(places["core"], self.lanes * whole_units(n_places))
+        self.spaces = {name: Space(cfg, n, places[name], dtype, device) for name, n in blocks.items()}
+        make = lambda: torch.zeros(2, n_slots, cfg.kv_heads, cfg.head_width, dtype=dtype, device=device)
+        self.share, self.scratch = FOLDS[how], [make() for _ in range(cfg.n_core * (how in ("first", "mean")))]
+        self.half = {"share_k": 0, "share_v": 1}.get(cfg.kv)
+        self.halves = [make()[0, :, None] for _ in range(cfg.n_core * (self.half is not None))]
+
+    def sizes(self, n):
+        """Places that a request of n tokens is given, lane by lane."""
+        core = [slot_places(self.cfg, lane * self.cfg.n_core, n) if self.by_arrival else n for lane in range(self.lanes)]
+        return {"outer": [whole_units(n)], "core": list(map(whole_units, core)), "coda": [whole_units(n)] * (max(1, self.depth) * self.exits)}
+
+    def nbytes(self):
+        """Bytes allocated."""
+        return sum(x.nbytes for x in (*(store for space in self.spaces.values() for store in space.stores), *self.scratch, *self.halves))
+
+    # ---- windows of a request
+
+    def why_never(self, n):
+        """Why a request of n tokens can never fit; None: it can."""
+        for name, sizes in self.sizes(n).items():
+            if self.spaces[name].stores and sum(sizes) > self.spaces[name].n_places:
+                return f"{n} tokens need {sum(sizes):,} of the {self.spaces[name].n_places:,} places in the memory of {name} blocks"
+        return None
+
+    def take(self, request):
+        """Give it its windows. False: there is no room for all of them now."""
+        request.windows = {name: [] for name in self.spaces}
+        for name, sizes in (request.sizes or self.sizes(request.n_places)).items():
+            for size in sizes:
+                span = self.spaces[name].take(size) if self.spaces[name].stores else Span(0, size)
+                if span is None:
+                    self.give(request)
+                    return False
+                request.windows[name].append(span)
+        return True
+
+    def give(self, request):
+        for name, spans in request.windows.items():
+            for span in spans if self.spaces[name].stores else ():
+                self.spaces[name].give(span)
+        request.windows = {}
+
+    def adopt(self, request, cache):
+        """Take over what a cache of one row holds of its prompt. False: more of it came than its windows can grow to take."""
+        n, inner = request.n_prompt, getattr(cache, "inner", cache)
+        of = {"outer": [inner.outer], "core": [[inner.core[inner.core_slot(lane, j)] for j in range(self.cfg.n_core)] for lane in range(self.lanes)],
+              "coda": cache.coda if self.exits else []}
+        for name, spans in request.windows.items():
+            for lane, span in enumerate(spans):
+                used = inner.arrived[lane][0] if name == "core" and self.by_arrival else n
+                while span.size < used:
+                    if not self.spaces[name].grow(span):
+                        return False
+                span.used = used
+                self.spaces[name].write(span, [kv[:, :used] for kv in of[name][lane]])
+        return True
+
+    def read(self, request):
+        """What its windows hold, to be put back by write()."""
+        return {name: [(span.used, self.spaces[name].read(span, min(span.size, len(request.ids)))) for span in spans] for name, spans in request.windows.items()}
+
+    def write(self, request, held):
+        for name, spans in request.windows.items():
+            for span, (used, entries) in zip(spans, held[name]):
+                span.used = used
+                self.spaces[name].write(span, entries)
+
+    # ---- before a pass: where its rows write and read
+
+    def lane(self, request, step):
+        return request.windows["core"][step if self.lanes > 1 else 0]
+
+    def full(self, request):
+        """Whether its next step has no place left."""
+        span = self.lane(request, request.step)
+        return self.by_arrival and span.used == span.size
+
+    def window(self, spans, places, n_made=None):
+        """spans: (first place, how many) that each row reads."""
+        place_C = torch.tensor(places, device=self.device) if places else None
+        return Window(place_C, None, None, 0, 0, None, [(first, first + n) for first, n in spans], n_made=n_made)
+
+    def at_position(self, name, rows, lane=lambda request: 0):
+        """Rows that write at their positions and read all up to them. rows: (request, position)"""
+        spans = [request.windows[name][lane(request)] for request, _ in rows]
+        return self.window([(span.first, position + 1) for span, (_, position) in zip(spans, rows)],
+                           [span.first + position for span, (_, position) in zip(spans, rows)])
+
+    def before_core(self, requests, slot_A):
+        rows, self.slot_A, self.n_first = [(request, request.position) for request in requests], slot_A, sum(request.step == 0 for request in requests)
+        if self.by_arrival:
+            spans = [self.lane(request, request.step) for request in requests]
+            for span in spans:
+                span.used += 1
+            self.core_window = self.window([(span.first, span.used) for span in spans], [span.first + span.used - 1 for span in spans])
+        else:
+            self.core_window = self.at_position("core", rows, lambda request: request.step if self.lanes > 1 else 0)
+            if self.cfg.kv == "share" and self.n_first < len(rows):              # the others read what they made at step 0
+                place_C = self.core_window.place_C[: self.n_first] if self.n_first else None
+                self.core_window = self.core_window._replace(place_C=place_C, n_made=self.n_first)
+        if self.exits:
+            self.exit_window = self.at_position("coda", rows, lambda request: request.step)
+
+    def before_finish(self, requests):
+        self.finish_window = self.at_position("coda" if self.exits else "outer", [(request, request.position) for request in requests])
+
+    def before_start(self, rows):
+        self.outer_window = self.at_position("outer", rows)
+        self.position_P1 = torch.tensor([[position] for _, position in rows], device=self.device)
+
+    def leave(self, requests):
+        """Early exit: these go no deeper, and later steps see them with the K and V of their last one."""
+        for name, lanes in (("core", self.lanes), ("coda", self.depth)):
+            pairs = [(spans[request.step - 1].first + request.position, spans[lane].first + request.position)
+                     for request in requests for spans in [request.windows[name]] for lane in range(request.step, lanes)]
+            if pairs and not (name == "core" and (self.by_arrival or self.lanes == 1)):
+                source, target = torch.tensor(pairs, device=self.device).T
+                for store in self.spaces[name].stores:
+                    store[:, target] = store[:, source]
+
+    # ---- what the model asks of a cache
+
+    def open(self, B, T, n_new_B, device):
+        return self.position_P1
+
+    def arrive(self, step, who):
+        pass
+
+    def seat(self, i):
+        return Seat(self.spaces["outer"].stores[i], self.outer_window)
+
+    def coda_seat(self, i):
+        return Seat(self.spaces["coda"].stores[i] if self.exits else self.spaces["outer"].stores[self.cfg.n_prelude + i], self.finish_window)
+
+    def core_seat(self, step, j):
+        seat = Seat(self.spaces["core"].stores[j], self.core_window)
+        return seat if self.half is None else HalfRows(seat, self.halves[j], self.half, self.slot_A, self.n_first)
+
+    def exit_seat(self, step, i):
+        return Seat(self.spaces["coda"].stores[i], self.exit_window)
+
+    def settle(self, step):
+        """Compressed: what was attended to becomes what is kept."""
+        place_C = self.core_window.place_C
+        for store, kept in zip(self.spaces["core"].stores, self.scratch):
+            share = self.share(step)
+            share = share if isinstance(step, int) else share[..., None].to(store.dtype)
+            store[:, place_C] = kept[:, self.slot_A] = torch.lerp(kept[:, self.slot_A], store[:, place_C], share)
+
+
+class Engine:
+    """Serves requests: each comes with its own prompt and length, gets a slot as soon as one is free, and writes the same text as alone.
+
+        engine = Engine(model, slots=32)
+        engine.submit(ids, max_new_tokens=100)
+        for request, token in engine.run():          # streamed: request.number, request.text; token None = request.error
+            ...
+
+    Continuous *sequence* batching: a request takes the place of one that is done; all rows take each step together. Continuous
+    *depth-wise* batching [MoR, 2.2.2] (depthwise; the default where tokens stop at different depths): rows at different steps share one
+    call of `Recursion.step`; rows that stop are collected, go through finish, sampling and start together, and others take their places.
+
+    slots: requests in flight. core_rows: of them in one step (None: all). n_places: tokens of the longest request, prompt and text (None:
+    block_size). n_whole: K/V memory, in requests of that length at declared capacities (None: slots). finish_rows: depth-wise, finish waits for so
+    many while the core is full. steps: (request number, position) -> steps to take, in place of the router's answer, which is asked all
+    the same; for measuring. depth, cache, threshold, exit, exit_threshold: as generate's. Puts the model in evaluation mode. ValueError on
+    what the model cannot do."""
+
+    def __init__(self, model, slots=32, core_rows=None, n_places=None, n_whole=None, finish_rows=1, depthwise=None, depth=None, cache="full",
+                 threshold=None, exit=None, exit_threshold=None, steps=None, autocast=None):
+        cfg = model.eval().cfg
+        cfg.check_cache(cache)
+        check_threshold(threshold)
+        self.model, self.depth, self.exit_threshold = model, model.check_depth(depth), model.check_exit(exit, exit_threshold)
+        self.depthwise = (cfg.router != "none" or exit is not None) and cfg.any_depth if depthwise is None else depthwise
+        if self.depthwise and not cfg.any_depth:
+            raise ValueError(f"depthwise=True does not go with sharing={cfg.sharing_name!r}, whose steps run different blocks; use a cycle, or depthwise=False")
+        for name, value in (("slots", slots), ("core_rows", core_rows), ("n_places", n_places), ("n_whole", n_whole), ("finish_rows", finish_rows)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} is too small; an engine needs at least 1")
+        self.core_rows, self.finish_rows, self.exit, self.cache, self.steps = core_rows or slots, finish_rows, exit, cache, steps
+        self.n_places = min(n_places or cfg.block_size, cfg.block_size)
+        self.asked, self.threshold = threshold, as_logit(cfg.threshold if threshold is None else threshold)
+        self.autocast = autocast or contextlib.nullcontext()
+        with self.autocast, torch.inference_mode():
+            self.shelves = Shelves(model, slots, self.n_places, n_whole or slots, self.depth, exit, cache)
+            self.watch = EXITS[exit](model, None, self.shelves, self.exit_threshold)
+            if exit is not None:
+                self.watch.make_room(slots)
+        self.free, self.slots, self.state = list(range(slots))[::-1], slots, {}
+        self.waiting, self.flying, self.events, self.number, self.counts = deque(), [], [], 0, Counter()
+
+    busy = property(lambda self: bool(self.waiting or self.flying))
+
+    def submit(self, prompt, max_new_tokens, stop=None, temperature=0.0, top_k=None, top_p=None, seed=0):
+        """A new request, at the end of the queue. prompt: token ids; stop: an id that ends the text; seed: its own, so that its draws are
+        those of generate alone. ValueError where it can never fit."""
+        check_sampling(temperature, top_k, top_p)
+        ids = [int(i) for i in prompt]
+        if not ids:
+            raise ValueError("an empty prompt has nothing to continue; begin with one token, for example end-of-text")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: a request writes at least one token")
+        rng = generator(seed, self.model.embed.weight.device) if temperature else None
+        request = Request(self.number, ids, len(ids), max_new_tokens, stop, not temperature, lambda logits_BV: draw(logits_BV, temperature, top_k, top_p, rng))
+        n, why = request.n_places, self.shelves.why_never(request.n_places)
+        if n > self.n_places:
+            why = f"{n} tokens are more than the {self.n_places} that a request may have here"
+        if why:
+            raise ValueError(f"a prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens} can never fit: {why}; ask for less, or make a larger engine")
+        self.number += 1
+        self.waiting.append(request)
+        return request
+
+    def run(self):
+        """Yields (request, token) as tokens come, until all requests are done."""
+        while self.busy:
+            yield from self.tick()
+
+    @torch.inference_mode()
+    def tick(self):
+        """Take in whom there is room for. One step for the rows in the core; finish, sampling and start for those who wait for it. Then hear
+        once what became of all. A list of (request, token)."""
+        with self.autocast:
+            self.admit()
+            core = self.next_core()
+            finish, start = self.next_outer(core)
+            going = [request for request in finish if len(request.text) + 1 < request.max_new_tokens]        # one more token after this one
+            on_A = self.pass_core(core) if core else None
+            token_P, fine_P = self.pass_finish(finish) if finish else (None, None)
+            on_L = self.pass_start(finish, token_P, going, start) if going or start else None
+        heard = hear(on_A, token_P, fine_P, on_L)
+        self.after_core(core, heard[0] or [1] * len(core))
+        began = dict(zip(going + start, heard[3] or [1] * (len(going) + len(start))))
+        for request, token, fine in zip(finish, heard[1], heard[2]):
+            self.written(request, token if fine else None, began.get(request))
+        for request in start:
+            self.begin(request, began[request])
+        events, self.events = self.events, []
+        return events
+
+    # ---- who goes where
+
+    def admit(self):
+        """Waiting requests, in order, into free slots."""
+        while self.waiting and self.free:
+            request = self.waiting[0]
+            if not self.shelves.take(request):
+                if self.flying:
+                    return
+                self.waiting.popleft()                        # all memory is free, and it is not enough
+                self.fail(request)
+                continue
+            self.waiting.popleft()
+            request.slot, request.at = self.free.pop(), "start"
+            self.flying.append(request)
+            if request.restore is not None:
+                restore, request.restore, request.sizes = request.restore, None, None
+                restore()
+            elif request.n_prompt > 1:
+                self.read_prompt(request)
+
+    def read_prompt(self, request):
+        """All of it at once, by itself, with a cache of its own, whose entries the request then takes over."""
+        cache = make_cache(self.model, 1, request.n_prompt, self.depth, self.exit)
+        ids_1T = torch.tensor([request.ids], device=self.model.embed.weight.device)
+        logits_1V = at_least_fp32(self.model.feed(ids_1T, cache, self.depth, None, False, self.asked, self.exit, self.exit_threshold)[:, 0])
+        self.counts["prompt_tokens"] += request.n_prompt
+        self.written(request, int(request.draw(logits_1V)) if torch.isfinite(logits_1V).all() else None)
+        if request.at != "done" and not self.shelves.adopt(request, cache := cache.compress(self.cache)):
+            sizes = self.shelves.sizes(request.n_places)
+            sizes["core"] = [max(size, whole_units(arrived[0])) for size, arrived in zip(sizes["core"], getattr(cache, "inner", cache).arrived)]
+            self.wait(request, sizes, lambda: self.shelves.adopt(request, cache))
+
+    def next_core(self):
+        """The rows of the next step. Depth-wise those in the midst of the loop go first, so that they are soon through."""
+        rows = [request for request in self.flying if request.at == "core"]
+        if self.depthwise:
+            rows = sorted(rows, key=lambda request: request.step == 0)[: self.core_rows]
+        for request in rows:
+            self.find_place(request)
+        return sorted([request for request in rows if request.at == "core"], key=lambda request: request.step)
+
+    def next_outer(self, core):
+        """Who goes through finish and start beside them: (finish, start)."""
+        finish, start = ([request for request in self.flying if request.at == at] for at in ("finish", "start"))
+        ready = len(finish) + len(start) >= self.finish_rows or len(core) < self.core_rows if self.depthwise else not core
+        return (finish, start) if ready else ([], [])
+
+    def find_place(self, request):
+        """For what its next step adds. Where memory is full the youngest make room, and wait again."""
+        space = self.shelves.spaces["core"]
+        while request.at == "core" and self.shelves.full(request) and not space.grow(self.shelves.lane(request, request.step)):
+            youngest = max(self.flying, key=lambda other: other.number)
+            self.put_aside(youngest, self.shelves.lane(request, request.step) if youngest is request else None)
+
+    def put_aside(self, request, short=None):
+        """Its slot and windows are free for others; it comes back as it was, with a unit more for the window that was short."""
+        at, held, state = request.at, self.shelves.read(request), {name: x[request.slot].clone() for name, x in self.kept().items()}
+
+        def restore():
+            request.at = at
+            self.shelves.write(request, held)
+            for name, x in self.kept().items():
+                x[request.slot] = state[name]
+
+        self.wait(request, {name: [span.size + UNIT * (span is short) for span in spans] for name, spans in request.windows.items()}, restore)
+        self.counts["put_aside"] += 1
+
+    def wait(self, request, sizes, restore):
+        if any(sum(sizes[name]) > space.n_places for name, space in self.shelves.spaces.items() if space.stores):
+            return self.fail(request)
+        self.leave(request)
+        request.at, request.sizes, request.restore = "waiting", sizes, restore
+        self.waiting.appendleft(request)
+
+    def kept(self):
+        """What there is for each slot."""
+        return self.state | ({"x": self.watch.x_BTD, "past": self.watch.past} if self.exit else {})
+
+    def leave(self, request):
+        if request in self.flying:
+            self.flying.remove(request)
+            self.shelves.give(request)
+            self.free.append(request.slot)
+            request.slot = None
+
+    def fail(self, request, error=None):
+        self.leave(request)
+        request.at, request.error = "done", error or (f"its K and V need more than all {self.shelves.spaces['core'].n_places:,} places of the core's "
+                                                      f"memory, as more tokens go on than the capacities declare; make a larger engine")
+        self.events.append((request, None))
+
+    # ---- the passes of the model
+
+    def of(self, names, slot_n):
+        return {name: self.state[name][slot_n] if name in self.state else None for name in names}
+
+    def slots_of(self, requests):
+        return torch.tensor([request.slot for request in requests], device=self.model.embed.weight.device)
+
+    def pass_core(self, rows):
+        """A step of each row's own; None or who goes on."""
+        slot_A, state = self.slots_of(rows), self.state
+        self.shelves.before_core(rows, slot_A)
+        step = torch.tensor([[request.step] for request in rows], device=slot_A.device) if self.depthwise else rows[0].step
+        who = Who(**self.of(("position_AC", "cos", "sin", "score_AC1"), slot_A), index_AC=slot_A[:, None], choose=flags, tell=flag, threshold=self.threshold,
+                  **{name: state.get(name) for name in ("wanted_BT1", "score_BT1", "e_BTD")})
+        anchor = [x for name, x in state.items() if name.startswith("anchor")]
+        state["h"], who = self.model.recursion.step(state["h"], anchor, who, step, Silence(), self.shelves, self.watch)
+        if who.score_AC1 is not None:
+            state["score_AC1"][slot_A] = who.score_AC1
+        self.counts.update(core_calls=1, core_rows=len(rows), core_keys=sum(end - first for first, end in self.shelves.core_window.span_A))
+        return who.real_AC
+
+    def pass_finish(self, rows):
+        """The next token of each, and whether its logits were finite."""
+        slot_P = self.slots_of(rows)
+        self.shelves.before_finish(rows)
+        if self.exit and self.depth:                          # read after every step, the last one included
+            x_P1D = self.watch.x_BTD[slot_P]
+        else:
+            x_P1D = self.model.finish(self.state["h"][slot_P], Who(**self.of(("position_AC", "cos", "sin"), slot_P)), self.shelves.coda_seat)
+        logits_PV = at_least_fp32(self.model.head(x_P1D)[:, 0])
+        fine_P = torch.isfinite(logits_PV).all(-1)
+        logits_PV = logits_PV.where(fine_P[:, None], 0.0)
+        greedy = all(request.greedy for request in rows)
+        self.counts.update(finish_calls=1, finish_rows=len(rows), finish_keys=sum(request.position + 1 for request in rows))
+        return logits_PV.argmax(-1) if greedy else torch.cat([request.draw(z_1V) for request, z_1V in zip(rows, logits_PV.split(1))]), fine_P
+
+    def pass_start(self, finish, token_P, going, start):
+        """The tokens that were just drawn, and first ones; None or who takes step 0."""
+        rows = [(request, request.position + 1) for request in going] + [(request, request.position) for request in start]
+        slot_L, picked = self.slots_of([request for request, _ in rows]), [i for i, request in enumerate(finish) if request in set(going)]
+        first_n = torch.tensor([request.ids[-1] for request in start], dtype=torch.long, device=slot_L.device)
+        ids_L = torch.cat((token_P[picked], first_n)) if going else first_n
+        self.shelves.before_start(rows)
+        e_L1D, who = self.model.start(ids_L[:, None], self.shelves, routing="flags", threshold=self.asked)
+        h_L1D, anchor, who = self.model.recursion.enter(e_L1D, who, self.depth, Silence())
+        new = {"h": h_L1D, **{f"anchor{i}": x for i, x in enumerate(anchor)},
+               **{name: getattr(who, name) for name in ("position_AC", "cos", "sin", "score_AC1", "wanted_BT1", "score_BT1", "e_BTD")}}
+        for name, x in new.items():
+            if x is not None:
+                self.state.setdefault(name, x.new_zeros(self.slots, *x.shape[1:]))[slot_L] = x
+        if self.exit:
+            self.watch.forget(slot_L)
+        self.counts.update(start_calls=1, start_rows=len(rows), start_keys=sum(position + 1 for _, position in rows))
+        return who.real_AC
+
+    # ---- what became of them
+
+    def takes(self, request, step, on):
+        """Whether the token at hand takes this step."""
+        return step < self.depth and bool(on if self.steps is None else step < self.steps(request.number, request.position))
+
+    def begin(self, request, on):
+        request.step, request.at = 0, "core" if self.takes(request, 0, on) else "finish"
+
+    def after_core(self, rows, on_A):
+        for request, on in zip(rows, on_A):
+            request.step += 1
+            request.at = "core" if self.takes(request, request.step, on) else "finish"
+        if self.exit:
+            self.shelves.leave([request for request in rows if request.at == "finish"])
+
+    def written(self, request, token, began=None):
+        """Its next token; None: there is none. began: whether that takes step 0, where it has been started."""
+        if token is None:
+            return self.fail(request, NOT_FINITE)
+        request.ids.append(token)
+        self.events.append((request, token))
+        if token == request.stop or len(request.text) == request.max_new_tokens:
+            self.leave(request)
+            request.at, request.sizes, request.restore = "done", None, None
+        elif began is not None:
+            self.begin(request, began)
+
+
+def hear(*tensors):
+    """All of them as lists, in one transfer; None: no list."""
+    flat = [x.flatten().long() for x in tensors if x is not None]
+    numbers = iter(torch.cat(flat).tolist() if flat else [])
+    return [[] if x is None else [next(numbers) for _ in range(x.numel())] for x in tensors]
+
+
+# ------------------------------------------------------------------------------------------------------------ command line
 
 
 def show(tokenizer, token):
