@@ -398,10 +398,10 @@ class Shelves:
     the core or of such a coda, one for all steps where they share or compress. A window has the places that its step's capacity
     declares, in units of UNIT, and where more tokens come than declared it grows by a unit."""
 
-    def __init__(self, model, n_slots, n_places, n_whole, depth, exit, how):
+    def __init__(self, model, n_slots, n_places, n_whole, depth, exit, how, by_arrival=True):
         cfg, device, dtype = model.cfg, model.embed.weight.device, cache_dtype(model)
         self.cfg, self.depth, self.exits, self.how, self.device = cfg, depth, exit is not None, how, device
-        self.by_arrival = cfg.router != "none" and cfg.kv != "share"
+        self.by_arrival = by_arrival and cfg.router != "none" and cfg.kv != "share"
         self.lanes = depth if how == "full" and cfg.kv != "share" else min(1, depth)         # of the core
         blocks = {"outer": cfg.n_prelude + cfg.n_coda * (not self.exits), "core": cfg.n_core, "coda": cfg.n_coda * self.exits}
         places = {name: n_whole * sum(sizes) for name, sizes in self.sizes(n_places).items()}
@@ -571,12 +571,12 @@ class Engine:
 
     slots: requests in flight. core_rows: of them in one step (None: all). n_places: tokens of the longest request, prompt and text (None:
     block_size). n_whole: K/V memory, in requests of that length at declared capacities (None: slots). finish_rows: depth-wise, finish waits for so
-    many while the core is full. steps: (request number, position) -> steps to take, in place of the router's answer, which is asked all
-    the same; for measuring. depth, cache, threshold, exit, exit_threshold: as generate's. Puts the model in evaluation mode. ValueError on
+    many while the core is full. For measuring: steps, (request number, position) -> steps to take, in place of the router's answer, which is
+    asked all the same; by_arrival=False: a routed step reads as many places as there are tokens. depth, cache, threshold, exit, exit_threshold: as generate's. Puts the model in evaluation mode. ValueError on
     what the model cannot do."""
 
     def __init__(self, model, slots=32, core_rows=None, n_places=None, n_whole=None, finish_rows=1, depthwise=None, depth=None, cache="full",
-                 threshold=None, exit=None, exit_threshold=None, steps=None, autocast=None):
+                 threshold=None, exit=None, exit_threshold=None, steps=None, by_arrival=True, autocast=None):
         cfg = model.eval().cfg
         cfg.check_cache(cache)
         check_threshold(threshold)
@@ -592,7 +592,7 @@ class Engine:
         self.asked, self.threshold = threshold, as_logit(cfg.threshold if threshold is None else threshold)
         self.autocast = autocast or contextlib.nullcontext()
         with self.autocast, torch.inference_mode():
-            self.shelves = Shelves(model, slots, self.n_places, n_whole or slots, self.depth, exit, cache)
+            self.shelves = Shelves(model, slots, self.n_places, n_whole or slots, self.depth, exit, cache, by_arrival)
             self.watch = EXITS[exit](model, None, self.shelves, self.exit_threshold)
             if exit is not None:
                 self.watch.make_room(slots)
