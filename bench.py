@@ -583,7 +583,7 @@ def fit(told, core_ms, R):
 
 def decode(all_settings, cfgs, device, dtype, autocast):
     s = next(iter(all_settings.values()))
-    for name, cfg in cfgs.items():
+    for name, cfg in () if s.contexts else cfgs.items():
         check_length(cfg, all_settings[name])
     if s.new_tokens < 2:
         raise ValueError(f"new_tokens={s.new_tokens} leaves no token after the first to be timed; give at least 2")
@@ -889,6 +889,8 @@ def gains_of(rows):
 
 def serve(all_settings, cfgs, device, dtype, autocast):
     s = next(iter(all_settings.values()))
+    if s.origins["batch_size"] == "command line":
+        raise ValueError(f"batch_size={s.batch_size}: serve counts requests in flight: --slots=, or for a curve --batches=")
     if s.compile is True:
         print("note: bench.py serve runs eagerly", file=sys.stderr)
     cfgs, models, setup = models_of(cfgs, s, device, dtype)
@@ -984,7 +986,8 @@ LLAMA_NAMES = {"embed.": "model.embed_tokens.", "recursion.core.": "model.layers
 
 def as_hugging_face(model):
     """Their model with our weights."""
-    net, weights = hugging_face(model.cfg, use_cache=True).eval(), weights_for_hugging_face(model)
+    weights, net = weights_for_hugging_face(model), hugging_face(model.cfg, use_cache=True).eval()
+    net.config.eos_token_id = net.generation_config.eos_token_id = None          # no id ends a text: its length is given
     outer = "transformer.ln_f" if model.cfg.block == "gpt2" else "model.norm"
     weights |= {name.replace("norm", outer): weights.pop(name) for name in ("norm.weight", "norm.bias") if name in weights}
     with torch.no_grad():
@@ -999,7 +1002,7 @@ def write_batch(net, n_rows, n_new, device):
     """Their greedy text, so many tokens in each row after a first one."""
     from transformers import GenerationConfig
     ids_B1 = torch.zeros(n_rows, 1, dtype=torch.long, device=device)
-    settings = GenerationConfig(max_new_tokens=n_new, min_new_tokens=n_new, do_sample=False, use_cache=True, pad_token_id=0, eos_token_id=None)
+    settings = GenerationConfig(max_new_tokens=n_new, do_sample=False, use_cache=True, pad_token_id=0)
     return net.generate(ids_B1, attention_mask=torch.ones_like(ids_B1), generation_config=settings)[:, 1:]
 
 
