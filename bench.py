@@ -1792,7 +1792,7 @@ SHAPES = {("decode", False): dict(batch_size=4, prompt_tokens=128, new_tokens=64
           ("decode", True): dict(batch_size=4, prompt_tokens=1024, new_tokens=128, block_size=1152, vocab_size=50304),
           ("serve", True): dict(repeats=3, requests=1000, length_mean=256.0, length_std=64.0, vocab_size=49152)}
 FILES = {("decode", False): ["bench/gpt_12", "bench/grt_12"], ("serve", False): ["bench/vanilla_14", "bench/mor2_14", "bench/mor3_14"],
-         ("decode", True): ["gpt2_medium", "grt_medium", "gpt2_large", "grt_large"], ("serve", True): ["smollm/vanilla_360m", "mor_360m"]}
+         ("decode", True): ["gpt2_medium", "grt_medium", "gpt2_large", "grt_large"], ("serve", True): ["smollm/vanilla_360m", "bench/mor2_360m", "mor_360m", "bench/vanilla_34_360m", "bench/mor4_360m"]}
 
 
 def table(rows, columns):
