@@ -4,6 +4,7 @@
     python sample.py --recursions 3 --start="def main(" --start="class " --num_samples=2
     python sample.py --trace "The author of the book 1984 was George"     # likeliest next tokens after each step of depth
     python sample.py --color=true --start="for i in range("               # each token in the colour of the steps that it took
+    python sample.py --requests=requests.jsonl --slots=32                 # serve a file of prompts, each with settings of its own
     python sample.py --exit=kl --exit_threshold=0.01                      # a token leaves the loop once its prediction stands still
 
 Text goes to stdout, everything else to stderr. All prompts and samples run as one batch with a K/V cache.
@@ -11,6 +12,7 @@ Text goes to stdout, everything else to stderr. All prompts and samples run as o
 import codecs
 import contextlib
 import itertools
+import json
 import math
 import sys
 import time
@@ -49,6 +51,9 @@ class SampleConfig:
                            "cdf = when the exit gate has let go of exit_threshold of the token (models trained with loss=every)", choices=("kl", "cdf"))
     exit_threshold: float | None = key(None, "None = 5e-4 for kl, 0.5 for cdf")
     color: bool = key(False, "colour every token by the steps of the loop that it took")
+    requests: str | None = key(None, "serve: a file of JSON lines, - for stdin, each {\"prompt\": ...} and if wanted id, max_new_tokens, temperature, top_k, "
+                               "top_p, stop, seed of its own; the answers are JSON lines, each as soon as it is done")
+    slots: int = key(16, "requests: how many are in work at a time; others wait until one is done")
     trace: str | None = key(None, "print the five likeliest next tokens of this text after each depth, instead of sampling")
     seed: int = key(1337, "of the sampling")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, mps ...")
@@ -255,6 +260,64 @@ def run_samples(model, tokenizer, s, depth):
     steps = [n for taken_T in taken or [] for n in taken_T if n is not None]              # None: fell out of the context unread
     if uneven and steps:
         say(f"mean depth {sum(steps) / len(steps):.2f} of {depth} over {len(steps):,} tokens read")
+
+
+REQUEST_KEYS = {"prompt": str, "id": (str, int), "max_new_tokens": int, "temperature": (int, float), "top_k": int, "top_p": (int, float), "stop": str, "seed": int}
+
+
+def read_requests(path):
+    """The dicts of a file of JSON lines; UserError names the line that is none."""
+    text, asked = read_prompt("-" if path == "-" else f"FILE:{path}"), []
+    for i, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                request = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"--requests={path}: line {i} is no JSON ({error})")
+            if not isinstance(request, dict) or not isinstance(request.get("prompt"), str):
+                raise UserError(f'--requests={path}: line {i} is no request; write {{"prompt": "some text"}}')
+            for name, value in request.items():
+                if name not in REQUEST_KEYS or value is not None and (isinstance(value, bool) or not isinstance(value, REQUEST_KEYS[name])):
+                    raise UserError(f"--requests={path}: line {i}: {name}={value!r} is not understood; a request has {', '.join(REQUEST_KEYS)}")
+            asked.append(request)
+    if not asked:
+        raise UserError(f"--requests={path} holds no request")
+    return asked
+
+
+def run_requests(model, tokenizer, s, depth, autocast):
+    """Serve a file of requests: an answer is written as soon as it is done."""
+    asked, device = read_requests(s.requests), model.embed.weight.device
+    engine = Engine(model, min(s.slots, len(asked)), depth=depth, cache=s.cache, threshold=None, exit=s.exit, exit_threshold=s.exit_threshold, autocast=autocast)
+    started, rows, n_failed = time.perf_counter(), {}, 0
+
+    def answer(about, error, row=None, request=None):
+        said = {"error": error} if error else {"text": row.text, "tokens": len(request.text), "ended": "stop" if row.done else "length"}
+        write(json.dumps({"id": about["id"], **said}, ensure_ascii=False) + "\n")
+        return bool(error)
+
+    for i, about in enumerate(asked):
+        about = {"id": i, "max_new_tokens": s.max_new_tokens, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "stop": s.stop, "seed": s.seed + i,
+                 **{name: value for name, value in about.items() if value is not None}}
+        ids = tokenizer.encode_ordinary(about["prompt"]) or [tokenizer.eot_token]
+        try:
+            request = engine.submit(ids, about["max_new_tokens"], None, about["temperature"], about["top_k"], about["top_p"], about["seed"])
+            rows[request] = about, Text(tokenizer, about["stop"])
+        except ValueError as error:
+            n_failed += answer(about, str(error))
+    for request, token in engine.run():
+        about, row = rows[request]
+        if token is not None:
+            row.add(token)
+            if row.done:
+                engine.cancel(request)
+        if request.at == "done":
+            row.end()
+            n_failed += answer(about, request.error, row, request)
+    seconds, n = time.perf_counter() - started, sum(len(request.text) for request in rows)
+    say(f"{len(rows)} requests, {n:,} tokens in {seconds:.2f} s ({n / seconds:,.0f} tokens/s), {engine.slots} at a time, K/V {engine.shelves.nbytes() / 2**20:,.2f} MiB on {device}")
+    if n_failed:
+        raise UserError(f"{n_failed} of {len(asked)} requests failed; their answers say why")
 
 
 class CacheWatch:
@@ -745,6 +808,13 @@ class Engine:
         """What there is for each slot."""
         return self.state | ({"x": self.watch.x_BTD, "past": self.watch.past} if self.exit else {})
 
+    def cancel(self, request):
+        """Nobody wants more of it."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self.leave(request)
+        request.at, request.sizes, request.restore = "done", None, None
+
     def leave(self, request):
         if request in self.flying:
             self.flying.remove(request)
@@ -753,8 +823,8 @@ class Engine:
             request.slot = None
 
     def fail(self, request, error=None):
-        self.leave(request)
-        request.at, request.error = "done", error or (f"its K and V need more than all {self.shelves.spaces['core'].n_places:,} places of the core's "
+        self.cancel(request)
+        request.error = error or (f"its K and V need more than all {self.shelves.spaces['core'].n_places:,} places of the core's "
                                                       f"memory, as more tokens go on than the capacities declare; make a larger engine")
         self.events.append((request, None))
 
@@ -860,8 +930,7 @@ class Engine:
         request.ids.append(token)
         self.events.append((request, token))
         if token == request.stop or len(request.text) == request.max_new_tokens:
-            self.leave(request)
-            request.at, request.sizes, request.restore = "done", None, None
+            self.cancel(request)
         elif began is not None:
             self.begin(request, began)
 
@@ -934,7 +1003,7 @@ def main(argv):
     if s.words:
         raise UserError(f"command line: sample.py takes flags alone, not {s.words[0]!r}: a prompt is --start=..., and the run in "
                         f"--out_dir knows its own config")
-    check_ranges(s, {"num_samples": (1, math.inf), "max_new_tokens": (0, math.inf), "seed": (0, 2**63)})
+    check_ranges(s, {"num_samples": (1, math.inf), "slots": (1, math.inf), "max_new_tokens": (0, math.inf), "seed": (0, 2**63)})
     try:
         check_sampling(s.temperature, s.top_k, s.top_p)
     except ValueError as error:
@@ -947,6 +1016,9 @@ def main(argv):
         say(f"note: {hint}")
     if s.color and model.cfg.n_recur == 1:
         raise UserError(f"--color=True: this model ({model.cfg.layout}) has no recursion, so all tokens take the same step; leave the flag out")
+    for name in ("start", "trace", "color") if s.requests is not None else ():
+        if s.values[name]:
+            raise UserError(f"--{name} does not go with --requests, whose prompts are in the file; leave one of the two out")
     if s.exit and s.trace is not None:
         raise UserError(f"--exit={s.exit} goes with sampling; --trace shows every depth, so leave one of the two out")
     try:
@@ -954,7 +1026,9 @@ def main(argv):
         depth = model.check_depth(s.recursions)
         model.check_exit(s.exit, s.exit_threshold)
         with autocast:
-            if s.trace is not None:
+            if s.requests is not None:
+                run_requests(model, tokenizer, s, depth, autocast)
+            elif s.trace is not None:
                 run_trace(model, tokenizer, as_typed(s.trace), depth)
             else:
                 run_samples(model, tokenizer, s, depth)
