@@ -870,11 +870,11 @@ def dot(q_BHTK, k_BGSK, v_BGSK, mask_B1TS, causal=False, dropout=0.0):
 
 
 def read_plain(q_A1HK, k_PGK, v_PGK, first_A, n_A, most):
-    """Anywhere; copies the places."""
+    """Anywhere; copies the places, and nothing of others' (a masked NaN would still poison the weighted sum)."""
     column_S = torch.arange(most, device=q_A1HK.device)
-    place_AS = (first_A[:, None] + column_S).clamp(max=len(k_PGK) - 1)
-    mask_A11S = (column_S < n_A[:, None])[:, None, None]
-    return weigh(q_A1HK, k_PGK[place_AS], v_PGK[place_AS], mask_A11S, False, 0.0)
+    there_AS = column_S < n_A[:, None]
+    place_AS = (first_A[:, None] + column_S).where(there_AS, first_A[:, None])
+    return weigh(q_A1HK, k_PGK[place_AS], v_PGK[place_AS], there_AS[:, None, None], False, 0.0)
 
 
 def read_torch(q_A1HK, k_PGK, v_PGK, first_A, n_A, most):
