@@ -2116,7 +2116,7 @@ def keep_newer_half(row, block_size):
 def cache_dtype(model):
     """The dtype that keys have here: autocast's where it is on, else the weights'."""
     device = model.embed.weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.embed.weight.dtype
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else model.embed.weight.dtype
 
 
 def make_cache(model, n_rows, n_places, depth=None, exit=None):

@@ -27,8 +27,8 @@ import torch
 
 import prepare
 from config import UserError, key
-from model import EXITS, FOLDS, GPT, NOT_FINITE, UNIT, GPTConfig, KVCache, Seat, Silence, Who, Window, as_logit, at_least_fp32, cache_dtype, check_sampling
-from model import check_threshold, draw, flag, flags, flash_attn_with_kvcache, generator, make_cache, slot_places, stream
+from model import EXITS, FOLDS, GPT, NOT_FINITE, UNIT, ExitCache, GPTConfig, KVCache, Seat, Silence, Who, Window, as_logit, at_least_fp32, cache_dtype
+from model import check_sampling, check_threshold, draw, flag, flags, flash_attn_with_kvcache, generator, make_cache, slot_places, stream
 from train import check_ranges, checkpoint_of, fitting, load_checkpoint, pick_device
 
 
@@ -269,7 +269,7 @@ class CacheWatch:
         self.cache, self.hook = None, model.recursion.register_forward_hook(self.see)
 
     def see(self, module, args, out):
-        self.cache = next((x for x in args if isinstance(x, KVCache)), None)
+        self.cache = next((x for x in args if isinstance(x, (KVCache, ExitCache))), None)
 
     def close(self):
         self.hook.remove()
