@@ -919,8 +919,6 @@ def serve(all_settings, cfgs, device, dtype, autocast):
         N = cfgs[name].n_recur
         print(f"{name}: {' x '.join(f'{what} {factor:.3f}' for what, factor in found.items() if factor)}; the K/V memory of {above[name]} at {s.slots} holds "
               f"{fits[name]} requests of the longest ({s.slots} x 2N/(N+1) is {math.floor(s.slots * 2 * N / (N + 1))})")
-    for row in rows:
-        del row["rates"]
     return {"rows": rows, "gains": gains, "fits": fits, "theirs": theirs, "exits": s.exits, "requests": len(lengths), "tokens": sum(lengths), "mean_length": statistics.fmean(lengths)}
 
 
@@ -1028,7 +1026,7 @@ def first_difference(model, lengths, device):
     for _ in engine.run():
         pass
     texts = write_batch(as_hugging_face(model), len(lengths), max(lengths), device).tolist()
-    return next(((row, i) for row, (request, text) in enumerate(zip(requests, texts)) for i, (a, b) in enumerate(zip(request.text, text)) if a != b), None)
+    return next(((row, i) for row, (request, text) in enumerate(zip(requests, texts)) for i, token in enumerate(request.text) if text[i : i + 1] != [token]), None)
 
 
 def against_static(name, times, model, lengths, s, device):

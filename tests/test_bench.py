@@ -743,8 +743,11 @@ def test_serve_against_the_number_in_flight_fits_the_time_of_a_round_and_draws_i
     ticks, tick = [], Engine.tick
     monkeypatch.setattr(Engine, "tick", lambda engine: ticks.append(2 + engine.slots) or tick(engine))
     monkeypatch.setattr(bench, "clock", lambda device: float(sum(ticks)))                 # a tick takes 2 + B seconds, and a token of a dense model 2 ticks
+    served, serve = [], bench.serve_queue
+    monkeypatch.setattr(bench, "serve_queue", lambda engine, lengths, *rest: served.append((engine.depthwise, engine.slots, len(lengths))) or serve(engine, lengths, *rest))
     lines, record, _ = go("serve", "dense.py", "toy.py", batches="4,1,2", length_mean=20, length_std=0, repeats=1)
     assert [(row["config"], row["in_flight"]) for row in record["rows"]] == [(name, B) for name in ("dense", "toy") for B in (1, 2, 4)]
+    assert served[6:] == [(depthwise, B, 4 * B) for depthwise in (False, True) for B in (1, 2, 4)]
     fit = record["fits"]["dense"]
     assert fit["r2"] > 0.99 and fit["b_ms"] == pytest.approx(2000, rel=0.1) and fit["a_ms"] == pytest.approx(4000, rel=0.1)
     assert "4 times the requests" in lines[-2] and Path(record["picture"]).read_bytes()[:4] == b"\x89PNG" and record["picture"] == "out/bench/serve.png"
@@ -771,10 +774,25 @@ def test_their_model_with_our_weights_gives_our_logits(transformers, changes):
     assert bench.first_difference(model, [7, 3, 5], CPU) is None
 
 
+def test_no_id_ends_their_text(transformers):
+    torch.manual_seed(0)
+    model = GPT(tiny()).eval()                                          # at its start values a model repeats its prompt, and id 0 is their end of text
+    with torch.no_grad():
+        model.embed.weight[0] *= 5
+    net = bench.as_hugging_face(model)
+    assert bench.write_batch(net, 2, 6, CPU).tolist() == [[0] * 6] * 2 and bench.first_difference(model, [6, 4], CPU) is None
+    net.generation_config.eos_token_id = 0                              # or it would
+    assert bench.write_batch(net, 2, 6, CPU).shape == (2, 1)
+
+
 def test_a_text_that_differs_is_found(transformers, monkeypatch):
     model, copy = loud(tiny()), bench.as_hugging_face
     monkeypatch.setattr(bench, "as_hugging_face", lambda model: copy(loud(tiny(), seed=1)))
     assert bench.first_difference(model, [6, 6], CPU)[0] == 0
+    monkeypatch.setattr(bench, "as_hugging_face", copy)
+    assert bench.first_difference(model, [6, 6], CPU) is None
+    monkeypatch.setattr(bench, "write_batch", lambda *args: torch.zeros(2, 0))            # or ends too early
+    assert bench.first_difference(model, [6, 6], CPU) == (0, 0)
 
 
 def test_serve_stands_beside_static_batches_of_the_same_lengths(go, mor, transformers, monkeypatch):
