@@ -35,7 +35,7 @@ is the baseline of those named after it: sequence by sequence, at --slots in fli
 serves depth-wise: (a) as many in flight, (b) with as many rows in the core, those outside it more in flight, (c) as many in flight
 as the baseline's K/V memory holds, and (a) with windows as long as the text. tokens/s are of the steady state: from --warmup
 tokens for each request in flight until the queue is empty. `ceiling` is the ratio of FLOPs counted in that time, per token;
-`share` how much of it the ratio reaches. Cache writes are in the time; `unwritten` leaves them out, as the paper does. Exits are
+`share` how much of it the ratio reaches. Cache writes are in the time; `unwritten`, one run more, leaves them out, as the paper does. Exits are
 imposed (balanced: of N tokens in a row each takes another number of steps) or the router's own (learned).
 --batches: tokens/s against requests in flight, in place of the table.
 
@@ -654,19 +654,21 @@ def show_memory(all_settings, cfgs, dtype):
 def lengthen(all_settings, cfgs, device, dtype, compiled):
     """Time per token against the length of the text that it is written after."""
     s, runs = next(iter(all_settings.values())), {}
+    contexts = sorted(set(s.contexts))
     for name, cfg in cfgs.items():
         one = all_settings[name]
-        wide = replace(cfg, block_size=max(cfg.block_size, max(s.contexts) + one.new_tokens))          # random weights: any context will do
+        wide = replace(cfg, block_size=max(cfg.block_size, contexts[-1] + one.new_tokens))             # random weights: any context will do
         model, _ = build(wide, device, dtype, compiled)
-        runs |= {f"{name} at {context}": context_step(model, context, one, device) for context in sorted(set(s.contexts))}
-    print(heading("decode", all_settings, cfgs, lambda one, cfg: f"batch {one.batch_size}, {one.new_tokens} new tokens after texts of {', '.join(map(str, sorted(set(s.contexts))))}, "
+        runs |= {f"{name} at {context}": context_step(model, context, one, device) for context in contexts}
+    print(heading("decode", all_settings, cfgs, lambda one, cfg: f"batch {one.batch_size}, {one.new_tokens} new tokens after texts of {', '.join(map(str, contexts))}, "
                   f"depth {depth_of(cfg, one)}, cache {one.cache}", f"{device}, weights {dtype}{' compiled' if compiled else ''}"))
     times, first = interleave(runs, s.repeats, device)
     rows, fits, curves = [], {}, {}
     for key, run in runs.items():
         ms = [seconds / run.tokens * run.facts["batch_size"] * 1e3 for _, seconds in times[key]]
         rows.append({"name": key, **run.facts, "ms": statistics.median(ms), "spread_ms": max(ms) - min(ms), "first_seconds": first[key]})
-    table(rows, [("batch", "batch_size", "", 1), ("context", "context", ",", 1), ("ms/token", "ms", ".3f", 1), ("spread", "spread_ms", ".3f", 1), ("first s", "first_seconds", ".2f", 1)])
+    table(rows, [("batch", "batch_size", "", 1), ("context", "context", ",", 1), ("ms/token", "ms", ".3f", 1),
+                 ("spread", "spread_ms", ".3f", 1), ("first s", "first_seconds", ".2f", 1)])
     for name in cfgs:
         points = [row for row in rows if row["name"].rpartition(" at ")[0] == name]
         x, y = [row["context"] for row in points], [row["ms"] for row in points]
@@ -910,8 +912,8 @@ def serve(all_settings, cfgs, device, dtype, autocast):
         rows.append({**serve_row(plan, cfgs[plan.config], all_marks), **runs[plan.title].facts, "setup_seconds": setup[plan.config], "first_seconds": first[plan.title],
                      "unwritten_per_second": unwritten(runs[plan.title], plan, cfgs[plan.config], s)})
     compare_rows(rows, above)
-    table(rows, [("in flight", "in_flight", "", 1), ("core rows", "core_mean", ".1f", 1), ("finish rows", "finish_mean", ".1f", 1), ("tokens/s", "tokens_per_second", ",.0f", 1),
-                 ("spread", "spread", ",.0f", 1), (f"over {s.slots}", "ratio", ".3f", 1), ("over same", "ratio_same", ".3f", 1), ("ceiling", "ceiling", ".3f", 1),
+    table(rows, [("in flight", "in_flight", "", 1), ("core rows", "core_mean", ".1f", 1), ("finish rows", "finish_mean", ".1f", 1),
+                 ("tokens/s", "tokens_per_second", ",.0f", 1), ("spread", "spread", ",.0f", 1), (f"over {s.slots}", "ratio", ".3f", 1), ("over same", "ratio_same", ".3f", 1), ("ceiling", "ceiling", ".3f", 1),
                  ("share", "share", ".3f", 1), ("K/V MiB", "kv_bytes", ",.1f", 2**-20), ("unwritten", "unwritten_per_second", ",.0f", 1),
                  (f"over {s.slots}", "unwritten_ratio", ".3f", 1), ("whole queue", "whole_tokens_per_second", ",.0f", 1)])
     gains, theirs = gains_of(rows), {name: against_static(name, times, models[name], lengths, s, device) for name in static_of(cfgs, s)}
@@ -919,7 +921,7 @@ def serve(all_settings, cfgs, device, dtype, autocast):
         N = cfgs[name].n_recur
         print(f"{name}: {' x '.join(f'{what} {factor:.3f}' for what, factor in found.items() if factor)}; the K/V memory of {above[name]} at {s.slots} holds "
               f"{fits[name]} requests of the longest ({s.slots} x 2N/(N+1) is {math.floor(s.slots * 2 * N / (N + 1))})")
-    return {"rows": rows, "gains": gains, "fits": fits, "theirs": theirs, "exits": s.exits, "requests": len(lengths), "tokens": sum(lengths), "mean_length": statistics.fmean(lengths)}
+    return {"rows": rows, "gains": gains, "fits": fits, "theirs": theirs, "exits": s.exits, "requests": len(lengths), "tokens": sum(lengths)}
 
 
 def models_of(cfgs, s, device, dtype):
@@ -938,9 +940,10 @@ def models_of(cfgs, s, device, dtype):
 
 
 def print_serving(cfgs, s, queue, device, dtype):
-    how = {"balanced": "exits balanced: imposed, the routers are asked and not heard", "learned": f"exits by the routers{'' if s.run else ', whose weights are random'}"}
-    print(f"serve: {', '.join(f'{name} {cfg.layout}' for name, cfg in cfgs.items())}; {queue}, no prompt, greedy; warm-up {s.length_mean if s.warmup is None else s.warmup:g} tokens "
-          f"for each in flight; {how[s.exits] if baselines_of(cfgs) else 'no exits'}; finish waits for {s.finish_rows} rows; {device}, weights {dtype}, "
+    how = {"balanced": "exits balanced: imposed, the routers are asked and not heard",
+           "learned": f"exits by the routers{'' if s.run else ', whose weights are random'}"}
+    print(f"serve: {', '.join(f'{name} {cfg.layout}' for name, cfg in cfgs.items())}; {queue}, no prompt, greedy; "
+          f"warm-up {s.length_mean if s.warmup is None else s.warmup:g} tokens for each in flight; {how[s.exits] if baselines_of(cfgs) else 'no exits'}; finish waits for {s.finish_rows} rows; {device}, weights {dtype}, "
           f"{torch.get_num_threads()} threads, torch {torch.__version__}, commit {commit()}")
 
 
@@ -1790,7 +1793,8 @@ SHAPES = {("decode", False): dict(batch_size=4, prompt_tokens=128, new_tokens=64
           ("decode", True): dict(batch_size=4, prompt_tokens=1024, new_tokens=128, block_size=1152, vocab_size=50304),
           ("serve", True): dict(repeats=3, requests=1000, length_mean=256.0, length_std=64.0, vocab_size=49152)}
 FILES = {("decode", False): ["bench/gpt_12", "bench/grt_12"], ("serve", False): ["bench/vanilla_14", "bench/mor2_14", "bench/mor3_14"],
-         ("decode", True): ["gpt2_medium", "grt_medium", "gpt2_large", "grt_large"], ("serve", True): ["smollm/vanilla_360m", "bench/mor2_360m", "mor_360m", "bench/vanilla_34_360m", "bench/mor4_360m"]}
+         ("decode", True): ["gpt2_medium", "grt_medium", "gpt2_large", "grt_large"],
+         ("serve", True): ["smollm/vanilla_360m", "bench/mor2_360m", "mor_360m", "bench/vanilla_34_360m", "bench/mor4_360m"]}
 
 
 def table(rows, columns):

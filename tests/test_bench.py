@@ -640,7 +640,8 @@ def test_serve_keeps_32_core_rows_full_with_as_many_more_in_flight_as_are_outsid
         assert bench.allocated(cfgs[name], n, 256, "float32") <= base < bench.allocated(cfgs[name], n + 1, 256, "float32")
 
 
-@pytest.mark.parametrize("changes", [{}, dict(update="gate", n_recur=3, n_prelude=1, n_coda=1), dict(kv="share", n_recur=2, n_prelude=1), dict(block="llama", n_kv_head=2)], ids=str)
+@pytest.mark.parametrize("changes", [{}, dict(update="gate", n_recur=3, n_prelude=1, n_coda=1), dict(kv="share", n_recur=2, n_prelude=1),
+                                     dict(block="llama", n_kv_head=2)], ids=str)
 def test_serve_counts_the_flops_of_what_was_served_as_exact_does(changes):
     model = dense_of(**changes)
     engine = Engine(model, 1, depthwise=False)
@@ -754,11 +755,14 @@ def test_serve_against_the_number_in_flight_fits_the_time_of_a_round_and_draws_i
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["serve", "toy.py", "dense.py"], "toy has a router (router='expert'); name a config without one first"), (["serve", "dense.py", "--requests=3"], "too few for a steady state"),
-    (["serve", "dense.py", "--slots=0"], "slots=0"), (["serve", "dense.py", "--batch_size=8"], "serve counts requests in flight: --slots"), (["serve", "dense.py", "--exits=lot"], "exits has no choice"),
-    (["serve", "dense.py", "--batches=4"], "batches=[4] makes no curve"), (["decode", "dense.py", "--contexts=0,4"], "makes no curve"), (["train", "dense.py", "--slots=3"], "goes with mode serve"),
+    (["serve", "toy.py", "dense.py"], "toy has a router (router='expert'); name a config without one first"),
+    (["serve", "dense.py", "--requests=3"], "too few for a steady state"), (["serve", "dense.py", "--slots=0"], "slots=0"), (["serve", "dense.py", "--batch_size=8"], "serve counts requests in flight: --slots"),
+    (["serve", "dense.py", "--exits=lot"], "exits has no choice"),
+    (["serve", "dense.py", "--batches=4"], "batches=[4] makes no curve"), (["decode", "dense.py", "--contexts=0,4"], "makes no curve"),
+    (["train", "dense.py", "--slots=3"], "goes with mode serve"),
     (["decode", "dense.py", "--new_tokens=1", "--prompt_tokens=2"], "give at least 2"), (["decode", "dense.py", "--prompt_tokens=30"], "do not fit block_size=32"),
-    (["decode", "dense.py", "--cache=mean", "--prompt_tokens=2", "--router=expert", "--new_tokens=4"], "cache='mean'"), (["serve", "dense.py", "--paper=true", "--contexts=1,2"], "goes with mode decode")])
+    (["decode", "dense.py", "--cache=mean", "--prompt_tokens=2", "--router=expert", "--new_tokens=4"], "cache='mean'"),
+    (["serve", "dense.py", "--paper=true", "--contexts=1,2"], "goes with mode decode")])
 def test_what_cannot_be_served_or_decoded_is_one_line(go, mor, argv, words):
     assert words in refusal(bench.main, [*argv, "--vocab_size=64"])
 
