@@ -653,8 +653,8 @@ class Engine:
             finish = self.waits_for("finish") if due else []
             on_A = self.pass_core(core) if core else None
             token_P, fine_P = self.pass_finish(finish) if finish else (None, None)
-            going = [request for request in finish if len(request.text) + 1 < request.max_new_tokens]        # one more token after this one
-            for request in set(finish) - set(going):
+            going, last = ([request for request in finish if (len(request.text) + 1 < request.max_new_tokens) == more] for more in (True, False))
+            for request in last:
                 self.leave(request)
             self.admit()
             start = self.waits_for("start") if due else []
