@@ -635,10 +635,10 @@ class Engine:
             core = self.next_core()
             finish, start = self.next_outer(core)
             going = [request for request in finish if len(request.text) + 1 < request.max_new_tokens]        # one more token after this one
-            on_A = self.pass_core(core) if core else None
+            on_A1 = self.pass_core(core) if core else None
             token_P, fine_P = self.pass_finish(finish) if finish else (None, None)
-            on_L = self.pass_start(finish, token_P, going, start) if going or start else None
-        heard = hear(on_A, token_P, fine_P, on_L)
+            on_L1 = self.pass_start(finish, token_P, going, start) if going or start else None
+        heard = hear(on_A1, token_P, fine_P, on_L1)
         self.after_core(core, heard[0] or [1] * len(core))
         began = dict(zip(going + start, heard[3] or [1] * (len(going) + len(start))))
         for request, token, fine in zip(finish, heard[1], heard[2]):
