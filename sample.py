@@ -385,7 +385,8 @@ class HalfRows(NamedTuple):
     def exchange(self, make):
         make = list(make)
         if self.n_first:
-            self.kept[self.slot_n[: self.n_first]] = make[self.half](self.n_first).to(self.kept.dtype)
+            n = None if self.n_first == len(self.slot_n) else self.n_first       # all at one step: its low-rank pair has no row axis to cut
+            self.kept[self.slot_n[: self.n_first]] = make[self.half](n).to(self.kept.dtype)
         make[self.half] = lambda n=None: self.kept[self.slot_n]
         return self.seat.exchange(make)
 
