@@ -736,6 +736,8 @@ class Engine:
             request.slot = None
 
     def fail(self, request, error=None):
+        for kept in self.shelves.scratch if request.slot is not None else ():
+            kept[:, request.slot] = 0                         # a NaN would live on in the next request's: even a share of 0 of it is one
         self.leave(request)
         request.at, request.error = "done", error or (f"its K and V need more than all {self.shelves.spaces['core'].n_places:,} places of the core's "
                                                       f"memory, as more tokens go on than the capacities declare; make a larger engine")
