@@ -265,3 +265,167 @@ def test_five_hundred_requests_of_an_engine_starve_nobody_and_leave_nothing(seed
     rest = {key: value for key, value in keys.items() if key != "n_whole"}
     for (prompt, n), text in list(zip(asks(500, seed=seed, prompts=(1, 1, 1, 2, 8))[250:], texts))[::25]:
         assert text == alone(engine.model, prompt, n, **rest)
+
+
+# ------------------------------------------------------------------------------------------------------------------------ memory
+
+
+HALVED = dict(layout("1+2x2+1"), router="expert")                                     # whose windows, of 32 and of 16 places, are whole units
+MEMORY = {"dense": (FAMILIES["dense"], {}), "grouped": (FAMILIES["llama"], {}), "loop": (FAMILIES["gate"], {}), "halved": (HALVED, {}), "share": (dict(MIDDLE, kv="share"), {}),
+          "halved and shared": (dict(HALVED, kv="share"), {}), "depth 1": (MIDDLE, dict(depth=1)), "depth 0": (MIDDLE, dict(depth=0)), "first": (MIDDLE, dict(cache="first")),
+          "mean": (FAMILIES["gate"], dict(cache="mean")), "last": (MIDDLE, dict(cache="last")), "exit": (MIDDLE, dict(exit="kl")), "exit and mean": (MIDDLE, dict(exit="kl", cache="mean"))}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_engine_memory_is_what_was_declared_to_the_byte(name):
+    keys, serving = MEMORY[name]
+    model = build(**keys, dtype=torch.float32)
+    shelves = Engine(model, slots=4, n_places=2 * UNIT, **serving).shelves
+    assert shelves.nbytes() == model.cfg.kv_bytes(2 * UNIT, 4, torch.float32, **{key: serving[key] for key in serving if key != "exit_threshold"})
+    assert shelves.lanes == (1 if model.cfg.kv == "share" or "cache" in serving else serving.get("depth", model.cfg.n_recur))
+    half = [Engine(model, slots=4, n_places=2 * UNIT, n_whole=n, **serving).shelves.nbytes() for n in (2, 4, 6)]
+    assert half[1] - half[0] == half[2] - half[1] > 0                                 # scratch is for each slot, all else for each whole request
+
+
+@pytest.mark.parametrize("kv", ["share_k", "share_v"])
+def test_engine_memory_of_a_shared_half_is_that_of_own_and_what_a_token_keeps(kv):
+    model = build(**HALVED, kv=kv, dtype=torch.float32)
+    one_token = model.cfg.n_core * model.cfg.kv_heads * model.cfg.head_width * 4
+    assert Engine(model, slots=3, n_places=2 * UNIT).shelves.nbytes() == model.cfg.kv_bytes(2 * UNIT, 3, torch.float32) + 3 * one_token
+
+
+def test_engine_memory_is_that_of_the_keys_under_autocast():
+    engine = Engine(build(dtype=torch.float32), slots=2, autocast=torch.autocast("cpu", torch.bfloat16))
+    assert engine.shelves.nbytes() == engine.model.cfg.kv_bytes(32, 2, torch.bfloat16)
+    serve(engine, asks(3))
+
+
+@pytest.mark.parametrize("slots, how", [(1, "in place"), (3, "moved")])
+@pytest.mark.parametrize("kv", ["own", "share_k"])
+def test_routed_windows_of_an_engine_grow_by_a_unit_where_they_lie_or_elsewhere(kv, slots, how, monkeypatch):
+    grown, grow = Counter(), sample.Space.grow
+
+    def watched(space, span):
+        first, size = span.first, span.size
+        done = grow(space, span)
+        assert span.size - size == (UNIT if done else 0)
+        grown["none" if not done else "in place" if span.first == first else "moved"] += 1
+        return done
+
+    monkeypatch.setattr(sample.Space, "grow", watched)
+    model, requests = build(router="expert", kv=kv), [([i], 26 + i) for i in range(3)]         # of so many tokens steps 1 and 2 are given 32 and 16 places
+    engine = Engine(model, slots=slots, n_whole=9, threshold=0)                       # everyone takes every step
+    before = engine.shelves.nbytes()
+    assert serve(engine, requests) == [alone(model, prompt, n, threshold=0) for prompt, n in requests]
+    assert grown == {how: 3} and engine.shelves.nbytes() == before
+
+
+def test_in_full_memory_an_engine_lets_requests_wait():
+    model, requests = build(family="gate"), [([i, 7], 16 + i) for i in range(4)]
+    engine, most = Engine(model, slots=4, n_whole=1), 0
+    for prompt, n in requests:
+        engine.submit(prompt, n)
+    while engine.busy:
+        engine.tick()
+        most = max(most, len(engine.flying))
+    assert most == 1 and engine.number == 4
+    assert serve(engine, requests) == [alone(model, prompt, n) for prompt, n in requests]
+
+
+@pytest.mark.parametrize("keys, serving", [
+    (dict(router="expert"), {}), (dict(router="expert", kv="share_v", family="rotary"), {}), (dict(router="expert"), dict(exit="kl", exit_threshold=0.3)),
+    (dict(router="expert", family="inject"), dict(depthwise=False)), (dict(router="mlp", family="gate"), dict(core_rows=2))], ids=str)
+def test_who_is_put_aside_by_an_engine_comes_back_as_it_was(keys, serving):
+    model, requests, draws = build(**keys), [([i] * (1 + 2 * (i % 3)), 27 - i % 5) for i in range(4)], dict(temperature=0.7, top_k=30)
+    engine = Engine(model, slots=4, n_whole=2, threshold=0, **serving)
+    rest = {key: value for key, value in serving.items() if "exit" in key}
+    for more in ({}, draws):                                                          # its own draws go on where they were
+        texts = serve(engine, requests, **more)
+        assert texts == [alone(model, prompt, n, threshold=0, generator=generator(0), **more, **rest) for prompt, n in requests]
+    assert engine.counts["put_aside"] > 1
+
+
+def test_a_prompt_that_overflows_its_windows_waits_for_larger_ones_in_an_engine():
+    model = build(router="expert")
+    requests = [([3] * 18, 9), ([4] * 20, 9), ([5] * 17, 11)]                         # more than the 16 places that step 2 is given
+    engine = Engine(model, slots=3, n_whole=1, threshold=0)
+    assert serve(engine, requests) == [alone(model, prompt, n, threshold=0) for prompt, n in requests]
+    assert engine.counts["prompt_tokens"] == 18 + 20 + 17                             # read once
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals and failures
+
+
+@pytest.mark.parametrize("keys, ask, line", [
+    (dict(n_places=20), ([1] * 12, 10), r"a prompt of 12 tokens and max_new_tokens=10 can never fit: 21 tokens are more than the 20 that a request may have here; ask for less"),
+    (dict(), ([1] * 32, 2), "33 tokens are more than the 32 that a request may have here"),
+    (dict(n_places=99), ([1] * 32, 2), "33 tokens are more than the 32 that a request may have here"),
+    (dict(), ([], 3), "an empty prompt has nothing to continue"), (dict(), ([1], 0), "max_new_tokens=0: a request writes at least one token"),
+    (dict(), ([1], 3, None, -1.0), "temperature=-1.0 is not 0"), (dict(), ([1], 3, None, 1.0, None, 2.0), "top_p=2.0 is outside")], ids=str)
+def test_an_engine_refuses_a_request_with_the_numbers(keys, ask, line):
+    engine = Engine(build(), slots=2, **keys)
+    with pytest.raises(ValueError, match=line) as error:
+        engine.submit(*ask)
+    assert "\n" not in str(error.value) and not engine.busy
+    assert engine.submit([1], 1).number == 0                                          # a refusal is no request
+
+
+@pytest.mark.parametrize("keys, serving, line", [
+    (dict(), dict(slots=0), "slots=0 is too small; an engine needs at least 1"), (dict(), dict(core_rows=0), "core_rows=0 is too small"),
+    (dict(), dict(n_places=0), "n_places=0 is too small"), (dict(), dict(n_whole=-1), "n_whole=-1 is too small"), (dict(), dict(finish_rows=0), "finish_rows=0 is too small"),
+    (dict(family="sequence"), dict(depthwise=True), "depthwise=True does not go with sharing='middle_sequence'"), (dict(router="token"), dict(cache="mean"), "cache='mean' keeps one K and V"),
+    (dict(router="token"), dict(exit="kl"), "exit='kl' does not go with this model"), (dict(), dict(depth=-1), "depth=-1 is not a number of steps"),
+    (dict(router="expert"), dict(threshold=2), "threshold=2 is not a number"), (dict(), dict(exit_threshold=0.1), "exit_threshold=0.1 belongs to an exit rule")], ids=str)
+def test_an_engine_refuses_what_its_model_cannot_do(keys, serving, line):
+    with pytest.raises(ValueError, match=line) as error:
+        Engine(build(**keys), **serving)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in LOT if name != "kl"])                # rotary: no table to damage
+def test_a_request_with_damaged_logits_fails_alone_and_leaves_its_slot_of_the_engine_clean(name):
+    keys, serving = LOT[name]
+    model = loud(tiny(**{**FAMILIES[keys.get("family", "cycle")], **ROUTERS[keys.get("router", "none")], "kv": keys.get("kv", "own")})).double()
+    with torch.no_grad():
+        model.positions.table.weight[6] = torch.nan
+    requests = [([1, 2], 4), ([3], 9), ([4], 5), ([5] * 8, 3), ([6], 6), ([7], 8), ([8, 9], 3)]       # a place of number 6 is read by three of them
+    engine, heard = Engine(model, slots=2, **serving), defaultdict(list)
+    asked = [engine.submit(*request) for request in requests]
+    for request, token in engine.run():
+        heard[request].append(token)
+    assert_idle(engine)
+    for request, (prompt, n) in zip(asked, requests):
+        if len(prompt) + n > 7:
+            assert request.error.startswith("the logits are not finite") and heard[request] == [*request.text, None] and len(request.text) == max(0, 7 - len(prompt))
+            n = len(request.text)
+        assert request.error is None or n < 8
+        assert request.text == (alone(model, prompt, n, **without_batching(serving)) if n else [])
+
+
+# --------------------------------------------------------------------------------------------------------------- what a tick costs
+
+
+@pytest.mark.parametrize("name", LOT)
+@pytest.mark.parametrize("going", [1, 0])
+def test_a_tick_of_an_engine_asks_the_device_for_nothing_but_what_it_hears_in_the_end(name, going, monkeypatch):
+    """On the meta device there are no numbers: whoever wants one, or a size that follows from one, is refused."""
+    keys, serving = LOT[name]
+    with torch.device("meta"):
+        model = GPT(tiny(**{**FAMILIES[keys.get("family", "cycle")], **ROUTERS[keys.get("router", "none")], "kv": keys.get("kv", "own")}))
+    heard = []
+    monkeypatch.setattr(sample, "cache_dtype", lambda model: torch.float32)            # autocast knows no meta
+
+    def hear(on_A1, token_P, fine_P, on_L1):
+        heard.append(1)
+        numbers = lambda x, of: [] if x is None else [of(i) for i in range(x.numel())]
+        return [numbers(on_A1, lambda i: going or i % 2), numbers(token_P, lambda i: 1), numbers(fine_P, lambda i: 1), numbers(on_L1, lambda i: going or i % 2)]
+
+    monkeypatch.setattr(sample, "hear", hear)
+    monkeypatch.setattr(sample, "generator", lambda *where: None)
+    engine, n_ticks = Engine(model, slots=3, **serving), 0
+    for i in range(5):
+        engine.submit([i], 3 + i, temperature=i % 2, top_p=0.9)
+    while engine.busy:
+        engine.tick()
+        n_ticks += 1
+    assert len(heard) == n_ticks and engine.counts["finish_rows"] == 3 + 4 + 5 + 6 + 7
