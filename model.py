@@ -42,9 +42,9 @@ from torch.utils.checkpoint import checkpoint
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
     raise SystemExit(f"torch {torch.__version__} is too old: 2.11 or newer is needed (pip install --upgrade torch)")
 try:  # optional: PyTorch's own attention gives the same answers
-    from flash_attn import flash_attn_func
+    from flash_attn import flash_attn_func, flash_attn_with_kvcache
 except ImportError:
-    flash_attn_func = None
+    flash_attn_func = flash_attn_with_kvcache = None
 
 # -------------------------------------------------------------------------------------------------------------- 1 config
 
@@ -426,6 +426,7 @@ class Window(NamedTuple):
     position_AT: torch.Tensor | None = None
     real_AT: torch.Tensor | None = None  # None: all of them
     n_made: int | None = None            # K and V are made of the first so many rows alone; None: of all
+    reach: tuple | None = None           # span_A for kernels: (first place, how many, both (A,); the most there can be)
 
 
 class Seat(NamedTuple):
@@ -436,7 +437,8 @@ class Seat(NamedTuple):
     window: Window
 
     causal = False
-    mask_A1TS, span_A = property(lambda self: self.window.mask_A1TS), property(lambda self: self.window.span_A)
+    mask_A1TS, span_A, reach = (property(lambda self: self.window.mask_A1TS), property(lambda self: self.window.span_A),
+                                property(lambda self: self.window.reach))
 
     def exchange(self, make):
         """Write the new entries that make_k and make_v give; give back the stored ones that are read, k and v: each row's first
@@ -445,7 +447,7 @@ class Seat(NamedTuple):
         if place_C is not None:
             new = torch.stack([part(self.window.n_made) for part in make]).flatten(1, 2)
             self.write(place_C, new if real_C is None else new[:, real_C])
-        return (self.kv if self.span_A is not None else self.kv.view(2, n_rows, -1, *self.kv.shape[2:])[:, :, : self.window.n_seen]).unbind()
+        return (self.kv if self.span_A is not None or self.reach else self.kv.view(2, n_rows, -1, *self.kv.shape[2:])[:, :, : self.window.n_seen]).unbind()
 
     def write(self, place_C, new):
         self.kv.index_copy_(1, place_C, new)
@@ -460,7 +462,7 @@ class Kept(NamedTuple):
     mask_A1TS: torch.Tensor | None
     causal: bool                         # everyone is there, in order
 
-    span_A = None
+    span_A = reach = None
 
     def exchange(self, make):
         if self.who is not None:
@@ -478,6 +480,7 @@ class HalfKept(NamedTuple):
 
     causal, mask_A1TS, span_A = (property(lambda self: self.seat is None or self.seat.causal), property(lambda self: self.seat and self.seat.mask_A1TS),
                                  property(lambda self: self.seat and self.seat.span_A))
+    reach = None
 
     def exchange(self, make):
         make = list(make)
@@ -834,26 +837,68 @@ def attend(q_ATHK, make, seat, dropout):
     """Attention of T queries: causal over what is here without a seat, else over what the seat lets them see. make: two
     functions that make the new K and V."""
     k_BSGK, v_BSGK = [part() for part in make] if seat is None else seat.exchange(make)
-    if seat is None or seat.span_A is None:
+    if seat is None or seat.span_A is None and seat.reach is None:
         return weigh(q_ATHK, k_BSGK, v_BSGK, seat and seat.mask_A1TS, seat is None or seat.causal, dropout)
+    if seat.reach:
+        kernel = READERS["plain" if not flash_fits(q_ATHK) else "flash-attn" if flash_attn_with_kvcache else "torch"]
+        return kernel(q_ATHK, k_BSGK, v_BSGK, *seat.reach)
     # Rows that read spans of a store: each where it lies, for a copy would cost more than the attention.
+    k_1GPK, v_1GPK = (x.transpose(0, 1)[None] for x in (k_BSGK, v_BSGK))
     masks = [None] * len(q_ATHK) if seat.mask_A1TS is None else seat.mask_A1TS.expand(len(q_ATHK), -1, -1, -1).split(1)
-    return torch.cat([weigh(q[None], k_BSGK[None, first:end], v_BSGK[None, first:end], mask if mask is None else mask[..., : end - first], False, dropout)
-                      for q, (first, end), mask in zip(q_ATHK, seat.span_A, masks)])
+    y_AHTK = torch.cat([dot(q_1HTK, k_1GPK[:, :, first:end], v_1GPK[:, :, first:end], mask if mask is None else mask[..., : end - first], False, dropout)
+                        for q_1HTK, (first, end), mask in zip(q_ATHK.transpose(1, 2).split(1), seat.span_A, masks)])
+    return y_AHTK.transpose(1, 2)
 
 
 def weigh(q_BTHK, k_BSGK, v_BSGK, mask_B1TS, causal, dropout):
-    if causal and flash_attn_func and q_BTHK.is_cuda and q_BTHK.dtype.itemsize == 2:
+    if causal and flash_attn_func and flash_fits(q_BTHK):
         return flash_attn_func(q_BTHK, k_BSGK, v_BSGK, dropout_p=dropout, causal=True)
     q_BHTK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
-    y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, dropout_p=dropout, is_causal=causal,
-                                            enable_gqa=True if q_BHTK.size(1) != k_BGSK.size(1) else False)    # bare, != would break a dynamic graph
-    return y_BHTK.transpose(1, 2)
+    return dot(q_BHTK, k_BGSK, v_BGSK, mask_B1TS, causal, dropout).transpose(1, 2)
+
+
+def flash_fits(q):
+    return q.is_cuda and q.dtype.itemsize == 2
+
+
+def dot(q_BHTK, k_BGSK, v_BGSK, mask_B1TS, causal=False, dropout=0.0):
+    return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, dropout_p=dropout, is_causal=causal,
+                                          enable_gqa=True if q_BHTK.size(1) != k_BGSK.size(1) else False)      # bare, != would break a dynamic graph
+
+
+# One query a row, of a store the n_A places from first_A on, `most` at most: of fixed shapes, with no number on the host.
+
+
+def read_plain(q_A1HK, k_PGK, v_PGK, first_A, n_A, most):
+    """Anywhere; copies the places."""
+    column_S = torch.arange(most, device=q_A1HK.device)
+    place_AS = (first_A[:, None] + column_S).clamp(max=len(k_PGK) - 1)
+    mask_A11S = (column_S < n_A[:, None])[:, None, None]
+    return weigh(q_A1HK, k_PGK[place_AS], v_PGK[place_AS], mask_A11S, False, 0.0)
+
+
+def read_torch(q_A1HK, k_PGK, v_PGK, first_A, n_A, most):
+    """PyTorch's variable-length kernel takes where rows begin and how much of them is used."""
+    row_n = torch.arange(len(q_A1HK) + 1, dtype=torch.int32, device=q_A1HK.device)
+    first_n = F.pad(first_A, (0, 1)).int()
+    y_AHK = torch.ops.aten._flash_attention_forward(q_A1HK[:, 0], k_PGK, v_PGK, row_n, first_n, 1, most, 0.0, False, False, seqused_k=n_A.int())[0]
+    return y_AHK[:, None]
+
+
+def read_flash(q_A1HK, k_PGK, v_PGK, first_A, n_A, most):
+    """flash-attn's decoding kernel: a row is one of the overlapping windows of `most` places that begin at every unit."""
+    shape, strides = k_PGK.shape[1:], k_PGK.stride()
+    k, v = (x.as_strided(((len(x) - most) // UNIT + 1, most, *shape), (UNIT * strides[0], *strides)) for x in (k_PGK, v_PGK))
+    return flash_attn_with_kvcache(q_A1HK, k, v, cache_seqlens=n_A.int(), cache_batch_idx=(first_A // UNIT).int(), causal=True)
+
+
+READERS = {"plain": read_plain, "torch": read_torch, "flash-attn": read_flash}
+UNIT = 16                    # places by which windows are cut, and grow (sample.py)
 
 
 def rows(tensors, n):
-    """The first n rows of each; None: all."""
-    return tensors and [x if x is None else x[:n] for x in tensors]
+    """The first n rows of each that has rows; None: all."""
+    return tensors and [x if x is None or x.dim() < 3 else x[:n] for x in tensors]
 
 
 class Attention(nn.Module):
@@ -1101,6 +1146,7 @@ def as_logit(p):
 
 def lot(position_AC, step):
     """A number in [0, 1) for each position and step that looks like chance and is always the same."""
+    step = step if isinstance(step, int) else step.double()
     x_AC = torch.sin(position_AC.double() * 12.9898 + step * 78.233) * 43758.5453
     return x_AC - x_AC.floor()
 
@@ -1153,7 +1199,7 @@ def at_step(numbers, step):
 
 @functools.lru_cache
 def constant(numbers, device):
-    return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, device=device, dtype=torch.float64)
 
 
 class Everyone(nn.Module):

@@ -4,6 +4,7 @@
     python sample.py --recursions 3 --start="def main(" --start="class " --num_samples=2
     python sample.py --trace "The author of the book 1984 was George"     # likeliest next tokens after each step of depth
     python sample.py --color=true --start="for i in range("               # each token in the colour of the steps that it took
+    python sample.py --requests=requests.jsonl --slots=32                 # serve a file of prompts, each with settings of its own
     python sample.py --exit=kl --exit_threshold=0.01                      # a token leaves the loop once its prediction stands still
 
 Text goes to stdout, everything else to stderr. All prompts and samples run as one batch with a K/V cache.
@@ -11,6 +12,7 @@ Text goes to stdout, everything else to stderr. All prompts and samples run as o
 import codecs
 import contextlib
 import itertools
+import json
 import math
 import sys
 import time
@@ -25,8 +27,8 @@ import torch
 
 import prepare
 from config import UserError, key
-from model import EXITS, FOLDS, GPT, NOT_FINITE, GPTConfig, KVCache, Seat, Silence, Who, Window, as_logit, at_least_fp32, cache_dtype, check_sampling
-from model import check_threshold, draw, flag, flags, generator, make_cache, slot_places, stream
+from model import EXITS, FOLDS, GPT, NOT_FINITE, UNIT, GPTConfig, KVCache, Seat, Silence, Who, Window, as_logit, at_least_fp32, cache_dtype, check_sampling
+from model import check_threshold, draw, flag, flags, flash_attn_with_kvcache, generator, make_cache, slot_places, stream
 from train import check_ranges, checkpoint_of, fitting, load_checkpoint, pick_device
 
 
@@ -49,6 +51,9 @@ class SampleConfig:
                            "cdf = when the exit gate has let go of exit_threshold of the token (models trained with loss=every)", choices=("kl", "cdf"))
     exit_threshold: float | None = key(None, "None = 5e-4 for kl, 0.5 for cdf")
     color: bool = key(False, "colour every token by the steps of the loop that it took")
+    requests: str | None = key(None, "serve: a file of JSON lines, - for stdin, each {\"prompt\": ...} and if wanted id, max_new_tokens, temperature, top_k, "
+                               "top_p, stop, seed of its own; the answers are JSON lines, each as soon as it is done")
+    slots: int = key(16, "requests: how many are in work at a time; others wait until one is done")
     trace: str | None = key(None, "print the five likeliest next tokens of this text after each depth, instead of sampling")
     seed: int = key(1337, "of the sampling")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, mps ...")
@@ -257,6 +262,64 @@ def run_samples(model, tokenizer, s, depth):
         say(f"mean depth {sum(steps) / len(steps):.2f} of {depth} over {len(steps):,} tokens read")
 
 
+REQUEST_KEYS = {"prompt": str, "id": (str, int), "max_new_tokens": int, "temperature": (int, float), "top_k": int, "top_p": (int, float), "stop": str, "seed": int}
+
+
+def read_requests(path):
+    """The dicts of a file of JSON lines; UserError names the line that is none."""
+    text, asked = read_prompt("-" if path == "-" else f"FILE:{path}"), []
+    for i, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                request = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"--requests={path}: line {i} is no JSON ({error})")
+            if not isinstance(request, dict) or not isinstance(request.get("prompt"), str):
+                raise UserError(f'--requests={path}: line {i} is no request; write {{"prompt": "some text"}}')
+            for name, value in request.items():
+                if name not in REQUEST_KEYS or value is not None and (isinstance(value, bool) or not isinstance(value, REQUEST_KEYS[name])):
+                    raise UserError(f"--requests={path}: line {i}: {name}={value!r} is not understood; a request has {', '.join(REQUEST_KEYS)}")
+            asked.append(request)
+    if not asked:
+        raise UserError(f"--requests={path} holds no request")
+    return asked
+
+
+def run_requests(model, tokenizer, s, depth, autocast):
+    """Serve a file of requests: an answer is written as soon as it is done."""
+    asked, device = read_requests(s.requests), model.embed.weight.device
+    engine = Engine(model, min(s.slots, len(asked)), depth=depth, cache=s.cache, threshold=None, exit=s.exit, exit_threshold=s.exit_threshold, autocast=autocast)
+    started, rows, n_failed = time.perf_counter(), {}, 0
+
+    def answer(about, error, row=None, request=None):
+        said = {"error": error} if error else {"text": row.text, "tokens": len(request.text), "ended": "stop" if row.done else "length"}
+        write(json.dumps({"id": about["id"], **said}, ensure_ascii=False) + "\n")
+        return bool(error)
+
+    for i, about in enumerate(asked):
+        about = {"id": i, "max_new_tokens": s.max_new_tokens, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "stop": s.stop, "seed": s.seed + i,
+                 **{name: value for name, value in about.items() if value is not None}}
+        ids = tokenizer.encode_ordinary(about["prompt"]) or [tokenizer.eot_token]
+        try:
+            request = engine.submit(ids, about["max_new_tokens"], None, about["temperature"], about["top_k"], about["top_p"], about["seed"])
+            rows[request] = about, Text(tokenizer, about["stop"])
+        except ValueError as error:
+            n_failed += answer(about, str(error))
+    for request, token in engine.run():
+        about, row = rows[request]
+        if token is not None:
+            row.add(token)
+            if row.done:
+                engine.cancel(request)
+        if request.at == "done":
+            row.end()
+            n_failed += answer(about, request.error, row, request)
+    seconds, n = time.perf_counter() - started, sum(len(request.text) for request in rows)
+    say(f"{len(rows)} requests, {n:,} tokens in {seconds:.2f} s ({n / seconds:,.0f} tokens/s), {engine.slots} at a time, K/V {engine.shelves.nbytes() / 2**20:,.2f} MiB on {device}")
+    if n_failed:
+        raise UserError(f"{n_failed} of {len(asked)} requests failed; their answers say why")
+
+
 class CacheWatch:
     """Which cache a model's loop is working with, until close() tells."""
 
@@ -284,9 +347,6 @@ def report(model, s, rows, depth, n_steps, first, seconds, cache):
 
 
 # --------------------------------------------------------------------------------------------------------------- serving
-
-UNIT = 16                    # places by which windows are cut, and grow
-
 
 def whole_units(n):
     return -(-n // UNIT) * UNIT
@@ -324,10 +384,11 @@ class Span:
 
 
 class Space:
-    """K and V of blocks that are cut alike: a flat store for each, (2, places, G, K), and which places are free."""
+    """K and V of blocks that are cut alike: a flat store for each, (2, places, G, K), and which places are free. beyond: more places,
+    which nobody owns."""
 
-    def __init__(self, cfg, n_blocks, n_places, dtype, device):
-        self.stores = [torch.zeros(2, n_places, cfg.kv_heads, cfg.head_width, dtype=dtype, device=device) for _ in range(n_blocks)]
+    def __init__(self, cfg, n_blocks, n_places, beyond, dtype, device):
+        self.stores = [torch.zeros(2, n_places + beyond, cfg.kv_heads, cfg.head_width, dtype=dtype, device=device) for _ in range(n_blocks)]
         self.n_places, self.free = n_places, [(0, n_places)] * (n_places > 0)    # (first, end) of runs, in order
 
     def take(self, size):
@@ -373,22 +434,22 @@ class Space:
 
 
 class HalfRows(NamedTuple):
-    """Around a seat, for kv=share_k and share_v, as model.py's HalfKept: rows at step 0 come first, and what they make is kept by slot."""
+    """Around a seat, for kv=share_k and share_v, as model.py's HalfKept: what a row makes at step 0 is kept by its slot."""
     seat: Seat
     kept: torch.Tensor
     half: int
-    slot_n: torch.Tensor
-    n_first: int
+    slot_A: torch.Tensor
+    first_A111: torch.Tensor         # rows at step 0
 
-    causal, mask_A1TS, span_A = False, None, property(lambda self: self.seat.span_A)
+    causal, mask_A1TS = False, None
+    span_A, reach = property(lambda self: self.seat.span_A), property(lambda self: self.seat.reach)
 
     def exchange(self, make):
-        make = list(make)
-        if self.n_first:
-            n = None if self.n_first == len(self.slot_n) else self.n_first       # all at one step: its low-rank pair has no row axis to cut
-            self.kept[self.slot_n[: self.n_first]] = make[self.half](n).to(self.kept.dtype)
-        make[self.half] = lambda n=None: self.kept[self.slot_n]
-        return self.seat.exchange(make)
+        make, n = list(make), self.seat.window.n_made
+        made = make[self.half](n).to(self.kept.dtype)         # rows at step 0 come first
+        self.kept[self.slot_A[:n]] = torch.where(self.first_A111[:n], made, self.kept[self.slot_A[:n]])
+        make[self.half] = lambda n=None: self.kept[self.slot_A]
+        return self.seat._replace(window=self.seat.window._replace(n_made=None)).exchange(make)
 
 
 class Shelves:
@@ -397,19 +458,21 @@ class Shelves:
 
     Three spaces: outer, for prelude and coda; core; with early exit coda. In a space a request has a window per *lane*: a step of
     the core or of such a coda, one for all steps where they share or compress. A window has the places that its step's capacity
-    declares, in units of UNIT, and where more tokens come than declared it grows by a unit."""
+    declares, in units of UNIT, and where more tokens come than declared it grows by a unit. fixed: passes have rows that are only
+    there to fill up, whose slot and places are one more than there are."""
 
-    def __init__(self, model, n_slots, n_places, n_whole, depth, exit, how, by_arrival=True):
+    def __init__(self, model, n_slots, n_places, n_whole, depth, exit, how, by_arrival=True, fixed=False):
         cfg, device, dtype = model.cfg, model.embed.weight.device, cache_dtype(model)
-        self.cfg, self.depth, self.exits, self.how, self.device = cfg, depth, exit is not None, how, device
+        self.cfg, self.depth, self.exits, self.how, self.device, self.fixed, self.most = cfg, depth, exit is not None, how, device, fixed, n_places
         self.by_arrival = by_arrival and cfg.router != "none" and cfg.kv != "share"
         self.lanes = depth if how == "full" and cfg.kv != "share" else min(1, depth)         # of the core
         blocks = {"outer": cfg.n_prelude + cfg.n_coda * (not self.exits), "core": cfg.n_core, "coda": cfg.n_coda * self.exits}
         places = {name: n_whole * sum(sizes) for name, sizes in self.sizes(n_places).items()}
         if self.by_arrival:                                   # one request alone may take every step with every token
             places["core"] = max(places["core"], self.lanes * whole_units(n_places))
-        self.spaces = {name: Space(cfg, n, places[name], dtype, device) for name, n in blocks.items()}
-        make = lambda: torch.zeros(2, n_slots, cfg.kv_heads, cfg.head_width, dtype=dtype, device=device)
+        beyond = fixed * (UNIT + n_places * (flash_attn_with_kvcache is not None))           # its last window ends there
+        self.spaces = {name: Space(cfg, n, places[name], beyond, dtype, device) for name, n in blocks.items()}
+        make = lambda: torch.zeros(2, n_slots + fixed, cfg.kv_heads, cfg.head_width, dtype=dtype, device=device)
         self.share, self.scratch = FOLDS[how], [make() for _ in range(cfg.n_core * (how in ("first", "mean")))]
         self.half = {"share_k": 0, "share_v": 1}.get(cfg.kv)
         self.halves = [make()[0, :, None] for _ in range(cfg.n_core * (self.half is not None))]
@@ -485,38 +548,48 @@ class Shelves:
         span = self.lane(request, request.step)
         return self.by_arrival and span.used == span.size
 
-    def window(self, spans, places, n_made=None):
-        """spans: (first place, how many) that each row reads."""
-        place_C = torch.tensor(places, device=self.device) if places else None
-        return Window(place_C, None, None, 0, 0, None, [(first, first + n) for first, n in spans], n_made=n_made)
-
-    def at_position(self, name, rows, lane=lambda request: 0):
-        """Rows that write at their positions and read all up to them. rows: (request, position)"""
-        spans = [request.windows[name][lane(request)] for request, _ in rows]
-        return self.window([(span.first, position + 1) for span, (_, position) in zip(spans, rows)],
-                           [span.first + position for span, (_, position) in zip(spans, rows)])
-
-    def before_core(self, requests, slot_A):
-        rows, self.slot_A, self.n_first = [(request, request.position) for request in requests], slot_A, sum(request.step == 0 for request in requests)
+    def core_row(self, request):
+        """For its next step: where it writes, and the first and the number of places that it reads; twice, for the core and a coda."""
+        span, at = self.lane(request, request.step), request.position
         if self.by_arrival:
-            spans = [self.lane(request, request.step) for request in requests]
-            for span in spans:
-                span.used += 1
-            self.core_window = self.window([(span.first, span.used) for span in spans], [span.first + span.used - 1 for span in spans])
-        else:
-            self.core_window = self.at_position("core", rows, lambda request: request.step if self.lanes > 1 else 0)
-            if self.cfg.kv == "share" and self.n_first < len(rows):              # the others read what they made at step 0
-                place_C = self.core_window.place_C[: self.n_first] if self.n_first else None
-                self.core_window = self.core_window._replace(place_C=place_C, n_made=self.n_first)
+            at, span.used = span.used, span.used + 1
+        reads = self.cfg.kv == "share" and request.step > 0   # what was made at step 0
+        return [self.nowhere("core")[0] if reads else span.first + at, span.first, at + 1,
+                *(self.row("coda", request, request.step, request.position) if self.exits else ())]
+
+    def row(self, name, request, lane, position):
+        """For a token that writes at its position and reads all up to it."""
+        first = request.windows[name][lane].first
+        return [first + position, first, position + 1]
+
+    def nowhere(self, name):
+        return [self.spaces[name].n_places, self.spaces[name].n_places, 1]
+
+    def window(self, table, at, rows, n_made=None):
+        """The Window of a pass. table: its rows, on the device, where from column `at` on core_row() or row() stand; rows: the same as lists."""
+        place_C, first_A, n_A = table[:, at : at + 3].unbind(1)
+        reach, span_A = ((first_A, n_A, self.most), None) if self.fixed else (None, [(row[at + 1], row[at + 1] + row[at + 2]) for row in rows])
+        place_C = place_C if n_made is None else place_C[:n_made] if n_made else None
+        return Window(place_C, None, None, 0, 0, None, span_A, n_made=n_made, reach=reach)
+
+    def begin_core(self, table, rows):
+        """table: slot, step, core_row()"""
+        self.slot_A, self.first_A111 = table[:, 0], table[:, 1, None, None, None] == 0
+        n_first = None if self.fixed or self.cfg.kv == "own" else sum(row[1] == 0 for row in rows)              # K and V of the others are there
+        n_first = None if n_first == len(rows) else n_first
+        self.core_window = self.window(table, 2, rows, n_first)
+        if self.half is not None:                             # only one of the two is
+            self.core_window = self.core_window._replace(place_C=table[:, 2])
         if self.exits:
-            self.exit_window = self.at_position("coda", rows, lambda request: request.step)
+            self.exit_window = self.window(table, 5, rows)
 
-    def before_finish(self, requests):
-        self.finish_window = self.at_position("coda" if self.exits else "outer", [(request, request.position) for request in requests])
+    def begin_finish(self, table, rows):
+        """table: slot, row()"""
+        self.finish_window = self.window(table, 1, rows)
 
-    def before_start(self, rows):
-        self.outer_window = self.at_position("outer", rows)
-        self.position_P1 = torch.tensor([[position] for _, position in rows], device=self.device)
+    def begin_start(self, table, rows):
+        """table: slot, token, position, row()"""
+        self.outer_window, self.position_P1 = self.window(table, 3, rows), table[:, 2:3]
 
     def leave(self, requests):
         """Early exit: these go no deeper, and later steps see them with the K and V of their last one."""
@@ -544,7 +617,7 @@ class Shelves:
 
     def core_seat(self, step, j):
         seat = Seat(self.spaces["core"].stores[j], self.core_window)
-        return seat if self.half is None else HalfRows(seat, self.halves[j], self.half, self.slot_A, self.n_first)
+        return seat if self.half is None else HalfRows(seat, self.halves[j], self.half, self.slot_A, self.first_A111)
 
     def exit_seat(self, step, i):
         return Seat(self.spaces["coda"].stores[i], self.exit_window)
@@ -573,11 +646,12 @@ class Engine:
     slots: requests in flight. core_rows: of them in one step (None: all). n_places: tokens of the longest request, prompt and text (None:
     block_size). n_whole: K/V memory, in requests of that length at declared capacities (None: slots). finish_rows: depth-wise, finish waits for so
     many while the core is full. For measuring: steps, (request number, position) -> steps to take, in place of the router's answer, which is
-    asked all the same; by_arrival=False: a routed step reads as many places as there are tokens. depth, cache, threshold, exit, exit_threshold: as generate's. Puts the model in evaluation mode. ValueError on
+    asked all the same; by_arrival=False: a routed step reads as many places as there are tokens. fixed: passes of fixed shapes, filled up, and
+    on CUDA replayed as graphs (None: on CUDA). depth, cache, threshold, exit, exit_threshold: as generate's. Puts the model in evaluation mode. ValueError on
     what the model cannot do."""
 
     def __init__(self, model, slots=32, core_rows=None, n_places=None, n_whole=None, finish_rows=1, depthwise=None, depth=None, cache="full",
-                 threshold=None, exit=None, exit_threshold=None, steps=None, by_arrival=True, autocast=None):
+                 threshold=None, exit=None, exit_threshold=None, steps=None, by_arrival=True, fixed=None, autocast=None):
         cfg = model.eval().cfg
         cfg.check_cache(cache)
         check_threshold(threshold)
@@ -591,13 +665,19 @@ class Engine:
         self.core_rows, self.finish_rows, self.exit, self.cache, self.steps = core_rows or slots, finish_rows, exit, cache, steps
         self.n_places = min(n_places or cfg.block_size, cfg.block_size)
         self.asked, self.threshold = threshold, as_logit(cfg.threshold if threshold is None else threshold)
-        self.autocast = autocast or contextlib.nullcontext()
+        self.autocast, self.fixed = autocast or contextlib.nullcontext(), model.embed.weight.is_cuda if fixed is None else fixed
         with self.autocast, torch.inference_mode():
-            self.shelves = Shelves(model, slots, self.n_places, n_whole or slots, self.depth, exit, cache, by_arrival)
+            self.shelves = Shelves(model, slots, self.n_places, n_whole or slots, self.depth, exit, cache, by_arrival, self.fixed)
             self.watch = EXITS[exit](model, None, self.shelves, self.exit_threshold)
             if exit is not None:
-                self.watch.make_room(slots)
+                self.watch.make_room(slots + self.fixed)
         self.free, self.slots, self.state = list(range(slots))[::-1], slots, {}
+        outer, nowhere = "coda" if exit else "outer", self.shelves.nowhere
+        self.fill = {"core": [slots, 0, *nowhere("core"), *nowhere("coda") * (exit is not None)], "finish": [slots, *nowhere(outer)],
+                     "start": [slots, 0, 0, *nowhere("outer")]}      # rows that only fill up, per pass
+        self.passes = {"core": self.core_pass, "finish": self.finish_pass, "start": self.start_pass}
+        if self.fixed and model.embed.weight.is_cuda:
+            self.passes = {name: Replay(call, self.fill[name]) for name, call in self.passes.items()}
         self.waiting, self.flying, self.events, self.number, self.counts = deque(), [], [], 0, Counter()
 
     busy = property(lambda self: bool(self.waiting or self.flying))
@@ -728,6 +808,13 @@ class Engine:
         """What there is for each slot."""
         return self.state | ({"x": self.watch.x_BTD, "past": self.watch.past} if self.exit else {})
 
+    def cancel(self, request):
+        """Nobody wants more of it."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self.leave(request)
+        request.at, request.sizes, request.restore = "done", None, None
+
     def leave(self, request):
         if request in self.flying:
             self.flying.remove(request)
@@ -738,65 +825,88 @@ class Engine:
     def fail(self, request, error=None):
         for kept in self.shelves.scratch if request.slot is not None else ():
             kept[:, request.slot] = 0                         # a NaN would live on in the next request's: even a share of 0 of it is one
-        self.leave(request)
-        request.at, request.error = "done", error or (f"its K and V need more than all {self.shelves.spaces['core'].n_places:,} places of the core's "
+        self.cancel(request)
+        request.error = error or (f"its K and V need more than all {self.shelves.spaces['core'].n_places:,} places of the core's "
                                                       f"memory, as more tokens go on than the capacities declare; make a larger engine")
         self.events.append((request, None))
 
-    # ---- the passes of the model
+    # ---- the passes of the model: rows of numbers are made on the host, and go over at once as a table
+
+    def table(self, name, rows):
+        """The rows of a pass on the device, and as lists. fixed: filled up, the core's to all that it takes, others to eights."""
+        n = 0 if not self.fixed else self.core_rows if name == "core" else -(-len(rows) // 8) * 8
+        rows = rows + [self.fill[name]] * (n - len(rows))
+        return torch.tensor(rows, device=self.model.embed.weight.device), rows
 
     def of(self, names, slot_n):
         return {name: self.state[name][slot_n] if name in self.state else None for name in names}
 
-    def slots_of(self, requests):
-        return torch.tensor([request.slot for request in requests], device=self.model.embed.weight.device)
+    def pass_core(self, requests):
+        """A step of each one's own; None or who goes on."""
+        rows = [[request.slot, request.step, *self.shelves.core_row(request)] for request in requests]
+        self.counts.update(core_calls=1, core_rows=len(rows), core_keys=sum(row[4] for row in rows))
+        on_A = self.passes["core"](*self.table("core", rows), None if self.depthwise else requests[0].step)
+        return on_A if on_A is None else on_A[: len(rows)]
 
-    def pass_core(self, rows):
-        """A step of each row's own; None or who goes on."""
-        slot_A, state = self.slots_of(rows), self.state
-        self.shelves.before_core(rows, slot_A)
-        step = torch.tensor([[request.step] for request in rows], device=slot_A.device) if self.depthwise else rows[0].step
+    def core_pass(self, table, rows, step):
+        """table: slot, step, ...; step: of all rows, or None."""
+        slot_A, state = table[:, 0], self.state
+        self.shelves.begin_core(table, rows)
         who = Who(**self.of(("position_AC", "cos", "sin", "score_AC1"), slot_A), index_AC=slot_A[:, None], choose=flags, tell=flag, threshold=self.threshold,
                   **{name: state.get(name) for name in ("wanted_BT1", "score_BT1", "e_BTD")})
         anchor = [x for name, x in state.items() if name.startswith("anchor")]
-        state["h"], who = self.model.recursion.step(state["h"], anchor, who, step, Silence(), self.shelves, self.watch)
+        h_BTD, who = self.model.recursion.step(state["h"], anchor, who, table[:, 1:2] if step is None else step, Silence(), self.shelves, self.watch)
+        state["h"].copy_(h_BTD)
         if who.score_AC1 is not None:
             state["score_AC1"][slot_A] = who.score_AC1
-        self.counts.update(core_calls=1, core_rows=len(rows), core_keys=sum(end - first for first, end in self.shelves.core_window.span_A))
         return who.real_AC
 
-    def pass_finish(self, rows):
+    def pass_finish(self, requests):
         """The next token of each, and whether its logits were finite."""
-        slot_P = self.slots_of(rows)
-        self.shelves.before_finish(rows)
+        name = "coda" if self.exit else "outer"
+        rows = [[request.slot, *self.shelves.row(name, request, 0, request.position)] for request in requests]
+        self.counts.update(finish_calls=1, finish_rows=len(rows), finish_keys=sum(row[3] for row in rows))
+        logits_PV, fine_P = (x[: len(rows)] for x in self.passes["finish"](*self.table("finish", rows)))
+        if all(request.greedy for request in requests):
+            return logits_PV.argmax(-1), fine_P
+        return torch.cat([request.draw(z_1V) for request, z_1V in zip(requests, logits_PV.split(1))]), fine_P
+
+    def finish_pass(self, table, rows):
+        slot_P = table[:, 0]
         if self.exit and self.depth:                          # read after every step, the last one included
             x_P1D = self.watch.x_BTD[slot_P]
         else:
+            self.shelves.begin_finish(table, rows)
             x_P1D = self.model.finish(self.state["h"][slot_P], Who(**self.of(("position_AC", "cos", "sin"), slot_P)), self.shelves.coda_seat)
         logits_PV = at_least_fp32(self.model.head(x_P1D)[:, 0])
         fine_P = torch.isfinite(logits_PV).all(-1)
-        logits_PV = logits_PV.where(fine_P[:, None], 0.0)
-        greedy = all(request.greedy for request in rows)
-        self.counts.update(finish_calls=1, finish_rows=len(rows), finish_keys=sum(request.position + 1 for request in rows))
-        return logits_PV.argmax(-1) if greedy else torch.cat([request.draw(z_1V) for request, z_1V in zip(rows, logits_PV.split(1))]), fine_P
+        return logits_PV.where(fine_P[:, None], 0.0), fine_P
 
     def pass_start(self, finish, token_P, going, start):
         """The tokens that were just drawn, and first ones; None or who takes step 0."""
-        rows = [(request, request.position + 1) for request in going] + [(request, request.position) for request in start]
-        slot_L, picked = self.slots_of([request for request, _ in rows]), [i for i, request in enumerate(finish) if request in set(going)]
-        first_n = torch.tensor([request.ids[-1] for request in start], dtype=torch.long, device=slot_L.device)
-        ids_L = torch.cat((token_P[picked], first_n)) if going else first_n
-        self.shelves.before_start(rows)
-        e_L1D, who = self.model.start(ids_L[:, None], self.shelves, routing="flags", threshold=self.asked)
-        h_L1D, anchor, who = self.model.recursion.enter(e_L1D, who, self.depth, Silence())
-        new = {"h": h_L1D, **{f"anchor{i}": x for i, x in enumerate(anchor)},
+        rows = [[request.slot, 0, request.position + 1, *self.shelves.row("outer", request, 0, request.position + 1)] for request in going]
+        rows += [[request.slot, request.ids[-1], request.position, *self.shelves.row("outer", request, 0, request.position)] for request in start]
+        self.counts.update(start_calls=1, start_rows=len(rows), start_keys=sum(row[5] for row in rows))
+        table, filled = self.table("start", rows)
+        if going:
+            goes = set(going)
+            table[: len(going), 1] = token_P if len(going) == len(finish) else token_P[[i for i, request in enumerate(finish) if request in goes]]
+        on_L = self.passes["start"](table, filled)
+        return on_L if on_L is None else on_L[: len(rows)]
+
+    def start_pass(self, table, rows):
+        """table: slot, token, position, ..."""
+        slot_P = table[:, 0]
+        self.shelves.begin_start(table, rows)
+        e_P1D, who = self.model.start(table[:, 1:2], self.shelves, routing="flags", threshold=self.asked)
+        h_P1D, anchor, who = self.model.recursion.enter(e_P1D, who, self.depth, Silence())
+        new = {"h": h_P1D, **{f"anchor{i}": x for i, x in enumerate(anchor)},
                **{name: getattr(who, name) for name in ("position_AC", "cos", "sin", "score_AC1", "wanted_BT1", "score_BT1", "e_BTD")}}
         for name, x in new.items():
             if x is not None:
-                self.state.setdefault(name, x.new_zeros(self.slots, *x.shape[1:]))[slot_L] = x
+                self.state.setdefault(name, x.new_zeros(self.slots + self.fixed, *x.shape[1:]))[slot_P] = x
         if self.exit:
-            self.watch.forget(slot_L)
-        self.counts.update(start_calls=1, start_rows=len(rows), start_keys=sum(position + 1 for _, position in rows))
+            self.watch.forget(slot_P)
         return who.real_AC
 
     # ---- what became of them
@@ -822,10 +932,38 @@ class Engine:
         request.ids.append(token)
         self.events.append((request, token))
         if token == request.stop or len(request.text) == request.max_new_tokens:
-            self.leave(request)
-            request.at, request.sizes, request.restore = "done", None, None
+            self.cancel(request)
         elif began is not None:
             self.begin(request, began)
+
+
+class Replay:
+    """A pass as CUDA graphs, one for each number of rows (and step of all rows). A graph is captured on rows that fill up, which change
+    nothing that counts, and replayed on the table at hand."""
+
+    def __init__(self, call, fill):
+        self.call, self.fill, self.graphs = call, fill, {}
+
+    def __call__(self, table, rows, *step):
+        case = (len(table), *step)
+        if case not in self.graphs:
+            self.graphs[case] = self.capture(torch.tensor([self.fill] * len(table), device=table.device), rows, *step)
+        held, graph, out = self.graphs[case]
+        held.copy_(table)
+        graph.replay()
+        return out
+
+    def capture(self, held, *others):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):                         # what is made at first use has to be there
+            for _ in range(3):
+                self.call(held, *others)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self.call(held, *others)
+        return held, graph, out
 
 
 def hear(*tensors):
@@ -867,7 +1005,7 @@ def main(argv):
     if s.words:
         raise UserError(f"command line: sample.py takes flags alone, not {s.words[0]!r}: a prompt is --start=..., and the run in "
                         f"--out_dir knows its own config")
-    check_ranges(s, {"num_samples": (1, math.inf), "max_new_tokens": (0, math.inf), "seed": (0, 2**63)})
+    check_ranges(s, {"num_samples": (1, math.inf), "slots": (1, math.inf), "max_new_tokens": (0, math.inf), "seed": (0, 2**63)})
     try:
         check_sampling(s.temperature, s.top_k, s.top_p)
     except ValueError as error:
@@ -880,6 +1018,9 @@ def main(argv):
         say(f"note: {hint}")
     if s.color and model.cfg.n_recur == 1:
         raise UserError(f"--color=True: this model ({model.cfg.layout}) has no recursion, so all tokens take the same step; leave the flag out")
+    for name in ("start", "trace", "color") if s.requests is not None else ():
+        if s.values[name]:
+            raise UserError(f"--{name} does not go with --requests, whose prompts are in the file; leave one of the two out")
     if s.exit and s.trace is not None:
         raise UserError(f"--exit={s.exit} goes with sampling; --trace shows every depth, so leave one of the two out")
     try:
@@ -887,7 +1028,9 @@ def main(argv):
         depth = model.check_depth(s.recursions)
         model.check_exit(s.exit, s.exit_threshold)
         with autocast:
-            if s.trace is not None:
+            if s.requests is not None:
+                run_requests(model, tokenizer, s, depth, autocast)
+            elif s.trace is not None:
                 run_trace(model, tokenizer, as_typed(s.trace), depth)
             else:
                 run_samples(model, tokenizer, s, depth)
