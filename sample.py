@@ -845,8 +845,8 @@ class Engine:
         """A step of each one's own; None or who goes on."""
         rows = [[request.slot, request.step, *self.shelves.core_row(request)] for request in requests]
         self.counts.update(core_calls=1, core_rows=len(rows), core_keys=sum(row[4] for row in rows))
-        on_A = self.passes["core"](*self.table("core", rows), None if self.depthwise else requests[0].step)
-        return on_A if on_A is None else on_A[: len(rows)]
+        on_A1 = self.passes["core"](*self.table("core", rows), None if self.depthwise else requests[0].step)
+        return on_A1 if on_A1 is None else on_A1[: len(rows)]
 
     def core_pass(self, table, rows, step):
         """table: slot, step, ...; step: of all rows, or None."""
@@ -891,8 +891,8 @@ class Engine:
         if going:
             goes = set(going)
             table[: len(going), 1] = token_P if len(going) == len(finish) else token_P[[i for i, request in enumerate(finish) if request in goes]]
-        on_L = self.passes["start"](table, filled)
-        return on_L if on_L is None else on_L[: len(rows)]
+        on_L1 = self.passes["start"](table, filled)
+        return on_L1 if on_L1 is None else on_L1[: len(rows)]
 
     def start_pass(self, table, rows):
         """table: slot, token, position, ..."""

@@ -13,8 +13,8 @@ import torch
 from tiny import all_pairs, layout, loud, tiny
 
 import sample
-from model import GPT, generator, make_cache, stream
-from sample import UNIT, Engine
+from model import GPT, UNIT, generator, lot, make_cache
+from sample import Engine
 
 MIDDLE = layout("1+2x3+1")
 FAMILIES = {
@@ -38,7 +38,7 @@ def legal(case):
 
 CHOICES = {"family": list(FAMILIES), "router": list(ROUTERS), "kv": ["own", "share", "share_k", "share_v"], "cache": ["full", "first", "last", "mean"], "exit": EXITS, "depth": [None, 0, 1, 5]}
 MODELS = all_pairs(CHOICES, legal)                                                  # few, in which every two choices meet
-ENGINES = all_pairs({"depthwise": [True, False], "slots": [1, 3, 5], "core_rows": [None, 2], "finish_rows": [1, 2], "n_whole": [None, 1, 2]}, lambda case: True)
+ENGINES = all_pairs({"depthwise": [True, False], "slots": [1, 3, 5], "core_rows": [None, 2], "finish_rows": [1, 2], "n_whole": [None, 1, 2], "fixed": [False, True]}, lambda case: True)
 
 
 def name(case):
@@ -125,7 +125,7 @@ LOT = {"dense": (dict(family="dense"), {}), "gate": (dict(family="gate"), dict(d
        "last kl": (dict(family="gate"), dict(exit="kl", exit_threshold=0.3, cache="last")), "expert kl": (dict(router="expert"), dict(exit="kl", exit_threshold=0.3))}
 
 
-def lot(name, **more):
+def one_of_lot(name, **more):
     """(model, the engine's keys)"""
     keys, serving = LOT[name]
     return build(**keys, **more), serving
@@ -145,7 +145,7 @@ def logits_alone(model, ids, n_prompt, cache="full", **exit):
 
 @pytest.mark.parametrize("name", LOT)
 def test_engine_logits_in_float32_are_those_of_a_row_alone(name):
-    model, serving = lot(name, dtype=torch.float32)
+    model, serving = one_of_lot(name, dtype=torch.float32)
     engine, seen = Engine(model, slots=3, core_rows=2, **serving), defaultdict(list)
 
     def watched(request):
@@ -164,7 +164,7 @@ def test_engine_logits_in_float32_are_those_of_a_row_alone(name):
 
 @pytest.mark.parametrize("name", LOT)
 def test_serve_does_not_let_the_batch_change_a_text(name):
-    model, serving = lot(name)
+    model, serving = one_of_lot(name)
     wanted, others, draws = asks(4, seed=1), asks(9, seed=2), dict(temperature=1.0, top_k=20, top_p=0.9)
     texts = [alone(model, prompt, n, generator=generator(i), **draws, **without_batching(serving)) for i, (prompt, n) in enumerate(wanted)]
     assert texts != [alone(model, prompt, n, **without_batching(serving)) for prompt, n in wanted]
@@ -287,6 +287,12 @@ def test_engine_memory_is_what_was_declared_to_the_byte(name):
     assert half[1] - half[0] == half[2] - half[1] > 0                                 # scratch is for each slot, all else for each whole request
 
 
+def test_engine_memory_of_fixed_passes_has_a_slot_and_a_unit_more_for_rows_that_only_fill_up():
+    model = build(family="gate", dtype=torch.float32)
+    plain, fixed = (Engine(model, slots=4, cache="mean", fixed=fixed).shelves.nbytes() for fixed in (False, True))
+    assert fixed - plain == model.cfg.kv_bytes(UNIT, 1, torch.float32, "mean")
+
+
 @pytest.mark.parametrize("kv", ["share_k", "share_v"])
 def test_engine_memory_of_a_shared_half_is_that_of_own_and_what_a_token_keeps(kv):
     model = build(**HALVED, kv=kv, dtype=torch.float32)
@@ -382,14 +388,15 @@ def test_an_engine_refuses_what_its_model_cannot_do(keys, serving, line):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("name", [name for name in LOT if name != "kl"])                # rotary: no table to damage
-def test_a_request_with_damaged_logits_fails_alone_and_leaves_its_slot_of_the_engine_clean(name):
+def test_a_request_with_damaged_logits_fails_alone_and_leaves_its_slot_of_the_engine_clean(name, fixed):
     keys, serving = LOT[name]
     model = loud(tiny(**{**FAMILIES[keys.get("family", "cycle")], **ROUTERS[keys.get("router", "none")], "kv": keys.get("kv", "own")})).double()
     with torch.no_grad():
         model.positions.table.weight[6] = torch.nan
     requests = [([1, 2], 4), ([3], 9), ([4], 5), ([5] * 8, 3), ([6], 6), ([7], 8), ([8, 9], 3)]       # a place of number 6 is read by three of them
-    engine, heard = Engine(model, slots=2, **serving), defaultdict(list)
+    engine, heard = Engine(model, slots=2, fixed=fixed, **serving), defaultdict(list)
     asked = [engine.submit(*request) for request in requests]
     for request, token in engine.run():
         heard[request].append(token)
@@ -406,8 +413,8 @@ def test_a_request_with_damaged_logits_fails_alone_and_leaves_its_slot_of_the_en
 
 
 @pytest.mark.parametrize("name", LOT)
-@pytest.mark.parametrize("going", [1, 0])
-def test_a_tick_of_an_engine_asks_the_device_for_nothing_but_what_it_hears_in_the_end(name, going, monkeypatch):
+@pytest.mark.parametrize("going, fixed", [(1, False), (0, False), (1, True)])
+def test_a_tick_of_an_engine_asks_the_device_for_nothing_but_what_it_hears_in_the_end(name, going, fixed, monkeypatch):
     """On the meta device there are no numbers: whoever wants one, or a size that follows from one, is refused."""
     keys, serving = LOT[name]
     with torch.device("meta"):
@@ -422,10 +429,10 @@ def test_a_tick_of_an_engine_asks_the_device_for_nothing_but_what_it_hears_in_th
 
     monkeypatch.setattr(sample, "hear", hear)
     monkeypatch.setattr(sample, "generator", lambda *where: None)
-    engine, n_ticks = Engine(model, slots=3, **serving), 0
-    for i in range(5):
-        engine.submit([i], 3 + i, temperature=i % 2, top_p=0.9)
+    engine, n_ticks = Engine(model, slots=3, fixed=fixed, **serving), 0
+    for i in range(4):
+        engine.submit([i], 1 + i, temperature=i % 2, top_p=0.9)
     while engine.busy:
         engine.tick()
         n_ticks += 1
-    assert len(heard) == n_ticks and engine.counts["finish_rows"] == 3 + 4 + 5 + 6 + 7
+    assert len(heard) == n_ticks and engine.counts["finish_rows"] == 1 + 2 + 3 + 4
