@@ -806,7 +806,7 @@ class Engine:
 
     def kept(self):
         """What there is for each slot."""
-        return self.state | ({"x": self.watch.x_BTD, "past": self.watch.past} if self.exit else {})
+        return self.state | ({"x": self.watch.x_BTD, "past": self.watch.past} if self.exit else {}) | dict(enumerate(self.shelves.halves))
 
     def cancel(self, request):
         """Nobody wants more of it."""
