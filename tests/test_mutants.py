@@ -1,9 +1,9 @@
-"""A test counts once it has been seen to fail: each mistake below, put into model.py, must make the named test fail.
+"""A test counts once it has been seen to fail: each mistake below, put into model.py or sample.py, must make the named test fail.
 
     python -m pytest -q tests/test_mutants.py
 
-A mistake is a piece of model.py and what stands there instead. It is never written to disk: the changed source is
-executed under the name `model`, the test's module is imported anew, and its function called. (mutate.py tries mistakes
+A mistake is a piece of one of the two and what stands there instead. It is never written to disk: the changed source is
+executed under the file's name, the test's module is imported anew, and its function called. (mutate.py tries mistakes
 that nobody thought of.)
 """
 import contextlib
@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow
-SOURCE = (Path(__file__).parent.parent / "model.py").read_text(encoding="utf-8")
+SOURCES = {name: (Path(__file__).parent.parent / f"{name}.py").read_text(encoding="utf-8") for name in ("model", "sample")}
+ANEW = ("model", "sample", "tiny", "train")                      # what holds parts of them
 
 MUTANTS = {
     # ---- attention
@@ -562,26 +563,190 @@ MUTANTS = {
         "score = 0 if exit is None else depth * EXITS[exit].flops(self) + (readings",
         "score = 0 if exit is None else (readings",
         "test_exit::test_exit_flops_are_the_flops_of_a_real_forward"),
+
+    # ---- the engine
+    "a router is asked for another row's step": (
+        "step[..., None].clamp(max=len(units) - 1))",
+        "step.flip(0)[..., None].clamp(max=len(units) - 1))",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "rows at any step have the first step's share": (
+        "[step.clamp(max=len(numbers) - 1)]",
+        "[step.clamp(max=0)]",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "flags forget that a step takes all": (
+        "decided_AC = decided_AC | (share >= 1)",
+        "pass",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "flags let go again who has stopped": (
+        "return None, None, keep_AC if real_AC is None else keep_AC & real_AC",
+        "return None, None, torch.ones_like(keep_AC)",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "rows end with the first row's step": (
+        "(who.take(who.wanted_BT1)[..., 0] == step + 1)[..., None]",
+        "(who.take(who.wanted_BT1)[..., 0] == (step if isinstance(step, int) else step[0]) + 1)[..., None]",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "rows share the first row's low-rank additions": (
+        "step if isinstance(step, int) else step[:, 0]",
+        "step if isinstance(step, int) else step[:1, 0].expand(len(step))",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "the low-rank pair of a step is cut like rows": (
+        "x if x is None or x.dim() < 3 else x[:n]",
+        "x if x is None else x[:n]",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "a token may leave after its first step": (
+        "default, fresh, width = 5e-4, -math.inf,",
+        "default, fresh, width = 5e-4, 0.0,",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "the next token begins with the last one's exit score": (
+        "        self.past[row_n] = self.fresh",
+        "        pass",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "a span reads one place too many": (
+        "k_1GPK[:, :, first:end], v_1GPK[:, :, first:end]",
+        "k_1GPK[:, :, first : end + 1], v_1GPK[:, :, first : end + 1]",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "a kernel sees one place too many": (
+        "column_S < n_A[:, None]",
+        "column_S <= n_A[:, None]",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "a lot is drawn in float32": (
+        "step if isinstance(step, int) else step.double()",
+        "step if isinstance(step, int) else step.float()",
+        "test_serve::test_a_lot_is_the_same_for_a_row_of_an_engine_and_for_a_whole_step"),
+    "free runs of places stay in pieces": (
+        "            if first == self.free[-1][1]:",
+        "            if False:",
+        "test_serve::test_serve_starves_nobody_and_keeps_nothing"),
+    "a window that moves leaves its entries behind": (
+        "store[:, new.first : new.first + span.used] = store[:, span.first : span.first + span.used]",
+        "pass",
+        "test_serve::test_routed_windows_of_an_engine_grow_by_a_unit_where_they_lie_or_elsewhere"),
+    "windows always move": (
+        "if first == end and stop - first >= UNIT:",
+        "if False:",
+        "test_serve::test_routed_windows_of_an_engine_grow_by_a_unit_where_they_lie_or_elsewhere"),
+    "later windows are as long as the text": (
+        "if self.by_arrival else n for lane",
+        "if False else n for lane",
+        "test_serve::test_engine_memory_is_what_was_declared_to_the_byte"),
+    "kv=share has a lane for each step": (
+        'if how == "full" and cfg.kv != "share" else',
+        'if how == "full" else',
+        "test_serve::test_engine_memory_is_what_was_declared_to_the_byte"),
+    "scratch is not counted": (
+        "*self.scratch, *self.halves))",
+        "*self.halves))",
+        "test_serve::test_engine_memory_is_what_was_declared_to_the_byte"),
+    "the kept half is taken from the row at hand": (
+        "torch.where(self.first_A111[:n], made, self.kept[self.slot_A[:n]])",
+        "made",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "who left the loop is not seen by later steps": (
+        "store[:, target] = store[:, source]",
+        "pass",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "all rows fold as step 0": (
+        "            share = self.share(step)\n            share",
+        "            share = self.share(step * 0)\n            share",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "the youngest is taken in first": (
+        "            request = self.waiting[0]\n",
+        "            self.waiting.rotate(1)\n            request = self.waiting[0]\n",
+        "test_serve::test_serve_admits_in_turn_and_as_soon_as_there_is_room"),
+    "who was put aside waits at the end": (
+        "self.waiting.appendleft(request)",
+        "self.waiting.append(request)",
+        "test_serve::test_serve_admits_in_turn_and_as_soon_as_there_is_room"),
+    "who was put aside has lost its state": (
+        "                x[request.slot] = state[name]",
+        "                pass",
+        "test_serve::test_who_is_put_aside_by_an_engine_comes_back_as_it_was"),
+    "who was put aside has lost its K and V": (
+        "            self.shelves.write(request, held)",
+        "            pass",
+        "test_serve::test_who_is_put_aside_by_an_engine_comes_back_as_it_was"),
+    "a failed request leaves its scratch behind": (
+        "            kept[:, request.slot] = 0  ",
+        "            pass  ",
+        "test_serve::test_a_request_with_damaged_logits_fails_alone_and_leaves_its_slot_of_the_engine_clean"),
+    "one request's damage is everyone's": (
+        "fine_P = torch.isfinite(logits_PV).all(-1)",
+        "fine_P = torch.isfinite(logits_PV).all().expand(len(logits_PV))",
+        "test_serve::test_a_request_with_damaged_logits_fails_alone_and_leaves_its_slot_of_the_engine_clean"),
+    "a request that is done keeps its slot": (
+        "            self.free.append(request.slot)\n",
+        "            pass\n",
+        "test_serve::test_a_stop_frees_a_slot_of_the_engine_at_once"),
+    "the stop token does not stop": (
+        "if token == request.stop or len(",
+        "if len(",
+        "test_serve::test_serve_streams_each_token_once_in_order_and_a_stop_ends_a_text"),
+    "a token's events come again": (
+        "events, self.events = self.events, []",
+        "events = self.events",
+        "test_serve::test_serve_streams_each_token_once_in_order_and_a_stop_ends_a_text"),
+    "requests draw from one seed": (
+        "rng = generator(seed, self",
+        "rng = generator(0, self",
+        "test_serve::test_serve_does_not_let_the_batch_change_a_text"),
+    "a tick hears twice": (
+        "torch.cat(flat).tolist() if flat",
+        "[n for x in flat for n in x.tolist()] if flat",
+        "test_serve::test_hearing_an_engine_is_one_transfer"),
+    "a tick asks before the end": (
+        "        logits_PV, fine_P = (x[: len(rows)]",
+        "        bool(self.model.embed.weight.sum() > 0)\n        logits_PV, fine_P = (x[: len(rows)]",
+        "test_serve::test_a_tick_of_an_engine_asks_the_device_for_nothing_but_what_it_hears_in_the_end"),
+    "new rows go before those in the loop": (
+        "key=lambda request: request.step == 0)[: self.core_rows]",
+        "key=lambda request: request.number)[:1]",
+        "test_serve::test_rows_of_an_engine_at_different_steps_share_a_call"),
+    "later steps make shared keys again": (
+        "n_first = None if n_first == len(rows) else n_first",
+        "n_first = None",
+        "test_serve::test_an_engine_makes_shared_keys_and_values_at_step_0_alone"),
+    "keys read are not counted from the window": (
+        "core_keys=sum(row[4] for row in rows)",
+        "core_keys=sum(row[4] - 1 for row in rows)",
+        "test_serve::test_the_counts_of_an_engine_are_those_of_the_steps_that_its_tokens_took"),
+    "a cancelled request goes on waiting": (
+        "            self.waiting.remove(request)\n",
+        "            pass\n",
+        "test_serve::test_who_is_cancelled_leaves_the_engine_and_the_others_write_on"),
+    "too long a request is taken": (
+        "        if n > self.n_places:\n",
+        "        if False:\n",
+        "test_serve::test_an_engine_refuses_a_request_with_the_numbers"),
+    "passes are filled up to no fixed number": (
+        'self.core_rows if name == "core" else',
+        'len(rows) if name == "core" else',
+        "test_serve::test_a_step_of_an_engine_computes_its_rows_alone_and_in_fixed_passes_always_as_many"),
+    "a prompt is read again for larger windows": (
+        "self.wait(request, sizes, lambda: self.shelves.adopt(request, cache))",
+        'self.counts["prompt_tokens"] += 1; self.wait(request, sizes, lambda: self.shelves.adopt(request, cache))',
+        "test_serve::test_a_prompt_that_overflows_its_windows_waits_for_larger_ones_in_an_engine"),
 }
 
 
 def mutated(old, new):
-    assert SOURCE.count(old) == 1, f"model.py holds {SOURCE.count(old)} times {old!r}; bring this list up to date"
-    return SOURCE.replace(old, new)
+    """(file's name, its source with the mistake)"""
+    holds = [name for name, source in SOURCES.items() for _ in range(source.count(old))]
+    assert len(holds) == 1, f"{old!r} stands {len(holds)} times in model.py and sample.py; bring this list up to date"
+    return holds[0], SOURCES[holds[0]].replace(old, new)
 
 
 @contextlib.contextmanager
-def in_place_of_model(source):
-    """sys.modules["model"] made from `source`, and every test module imported anew on top of it."""
-    names = [name for name in sys.modules if name in ("model", "tiny", "train") or name.startswith("test_")]
-    kept = {name: sys.modules.pop(name) for name in names}
-    module = sys.modules["model"] = types.ModuleType("model")
-    module.__file__ = "model.py"
+def in_place_of(name, source):
+    """sys.modules[name] made from `source`, and every test module imported anew on top of it."""
+    fresh = lambda: [name for name in sys.modules if name in ANEW or name.startswith("test_")]  # noqa: E731
+    kept = {name: sys.modules.pop(name) for name in fresh()}
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__ = f"{name}.py"
     try:
-        exec(compile(source, "model.py", "exec"), vars(module))
+        exec(compile(source, f"{name}.py", "exec"), vars(module))
         yield
     finally:
-        for name in [name for name in sys.modules if name in ("model", "tiny", "train") or name.startswith("test_")]:
+        for name in fresh():
             del sys.modules[name]
         sys.modules.update(kept)
 
@@ -606,14 +771,14 @@ def run_test(where):
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_a_mistake_is_found(mistake):
     old, new, where = MUTANTS[mistake]
-    with in_place_of_model(mutated(old, new)):
+    with in_place_of(*mutated(old, new)):
         with pytest.raises((AssertionError, pytest.fail.Exception, RuntimeError, IndexError, ValueError)):     # not a NameError
             run_test(where)
 
 
 @pytest.fixture(scope="module")
 def unchanged():
-    with in_place_of_model(SOURCE):
+    with in_place_of("model", SOURCES["model"]):
         yield
 
 
