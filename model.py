@@ -870,11 +870,11 @@ def dot(q_BHTK, k_BGSK, v_BGSK, mask_B1TS, causal=False, dropout=0.0):
 
 
 def read_plain(q_A1HK, k_PGK, v_PGK, first_A, n_A, most):
-    """Anywhere; copies the places."""
+    """Anywhere; copies the places, and nothing of others' (a masked NaN would still poison the weighted sum)."""
     column_S = torch.arange(most, device=q_A1HK.device)
-    place_AS = (first_A[:, None] + column_S).clamp(max=len(k_PGK) - 1)
-    mask_A11S = (column_S < n_A[:, None])[:, None, None]
-    return weigh(q_A1HK, k_PGK[place_AS], v_PGK[place_AS], mask_A11S, False, 0.0)
+    there_AS = column_S < n_A[:, None]
+    place_AS = (first_A[:, None] + column_S).where(there_AS, first_A[:, None])
+    return weigh(q_A1HK, k_PGK[place_AS], v_PGK[place_AS], there_AS[:, None, None], False, 0.0)
 
 
 def read_torch(q_A1HK, k_PGK, v_PGK, first_A, n_A, most):
@@ -2116,7 +2116,7 @@ def keep_newer_half(row, block_size):
 def cache_dtype(model):
     """The dtype that keys have here: autocast's where it is on, else the weights'."""
     device = model.embed.weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.embed.weight.dtype
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else model.embed.weight.dtype
 
 
 def make_cache(model, n_rows, n_places, depth=None, exit=None):

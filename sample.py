@@ -27,8 +27,8 @@ import torch
 
 import prepare
 from config import UserError, key
-from model import EXITS, FOLDS, GPT, NOT_FINITE, UNIT, GPTConfig, KVCache, Seat, Silence, Who, Window, as_logit, at_least_fp32, cache_dtype, check_sampling
-from model import check_threshold, draw, flag, flags, flash_attn_with_kvcache, generator, make_cache, slot_places, stream
+from model import EXITS, FOLDS, GPT, NOT_FINITE, UNIT, ExitCache, GPTConfig, KVCache, Seat, Silence, Who, Window, as_logit, at_least_fp32, cache_dtype
+from model import check_sampling, check_threshold, draw, flag, flags, flash_attn_with_kvcache, generator, make_cache, slot_places, stream
 from train import check_ranges, checkpoint_of, fitting, load_checkpoint, pick_device
 
 
@@ -262,64 +262,6 @@ def run_samples(model, tokenizer, s, depth):
         say(f"mean depth {sum(steps) / len(steps):.2f} of {depth} over {len(steps):,} tokens read")
 
 
-REQUEST_KEYS = {"prompt": str, "id": (str, int), "max_new_tokens": int, "temperature": (int, float), "top_k": int, "top_p": (int, float), "stop": str, "seed": int}
-
-
-def read_requests(path):
-    """The dicts of a file of JSON lines; UserError names the line that is none."""
-    text, asked = read_prompt("-" if path == "-" else f"FILE:{path}"), []
-    for i, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                request = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"--requests={path}: line {i} is no JSON ({error})")
-            if not isinstance(request, dict) or not isinstance(request.get("prompt"), str):
-                raise UserError(f'--requests={path}: line {i} is no request; write {{"prompt": "some text"}}')
-            for name, value in request.items():
-                if name not in REQUEST_KEYS or value is not None and (isinstance(value, bool) or not isinstance(value, REQUEST_KEYS[name])):
-                    raise UserError(f"--requests={path}: line {i}: {name}={value!r} is not understood; a request has {', '.join(REQUEST_KEYS)}")
-            asked.append(request)
-    if not asked:
-        raise UserError(f"--requests={path} holds no request")
-    return asked
-
-
-def run_requests(model, tokenizer, s, depth, autocast):
-    """Serve a file of requests: an answer is written as soon as it is done."""
-    asked, device = read_requests(s.requests), model.embed.weight.device
-    engine = Engine(model, min(s.slots, len(asked)), depth=depth, cache=s.cache, threshold=None, exit=s.exit, exit_threshold=s.exit_threshold, autocast=autocast)
-    started, rows, n_failed = time.perf_counter(), {}, 0
-
-    def answer(about, error, row=None, request=None):
-        said = {"error": error} if error else {"text": row.text, "tokens": len(request.text), "ended": "stop" if row.done else "length"}
-        write(json.dumps({"id": about["id"], **said}, ensure_ascii=False) + "\n")
-        return bool(error)
-
-    for i, about in enumerate(asked):
-        about = {"id": i, "max_new_tokens": s.max_new_tokens, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "stop": s.stop, "seed": s.seed + i,
-                 **{name: value for name, value in about.items() if value is not None}}
-        ids = tokenizer.encode_ordinary(about["prompt"]) or [tokenizer.eot_token]
-        try:
-            request = engine.submit(ids, about["max_new_tokens"], None, about["temperature"], about["top_k"], about["top_p"], about["seed"])
-            rows[request] = about, Text(tokenizer, about["stop"])
-        except ValueError as error:
-            n_failed += answer(about, str(error))
-    for request, token in engine.run():
-        about, row = rows[request]
-        if token is not None:
-            row.add(token)
-            if row.done:
-                engine.cancel(request)
-        if request.at == "done":
-            row.end()
-            n_failed += answer(about, request.error, row, request)
-    seconds, n = time.perf_counter() - started, sum(len(request.text) for request in rows)
-    say(f"{len(rows)} requests, {n:,} tokens in {seconds:.2f} s ({n / seconds:,.0f} tokens/s), {engine.slots} at a time, K/V {engine.shelves.nbytes() / 2**20:,.2f} MiB on {device}")
-    if n_failed:
-        raise UserError(f"{n_failed} of {len(asked)} requests failed; their answers say why")
-
-
 class CacheWatch:
     """Which cache a model's loop is working with, until close() tells."""
 
@@ -327,7 +269,7 @@ class CacheWatch:
         self.cache, self.hook = None, model.recursion.register_forward_hook(self.see)
 
     def see(self, module, args, out):
-        self.cache = next((x for x in args if isinstance(x, KVCache)), None)
+        self.cache = next((x for x in args if isinstance(x, (KVCache, ExitCache))), None)
 
     def close(self):
         self.hook.remove()
@@ -347,6 +289,7 @@ def report(model, s, rows, depth, n_steps, first, seconds, cache):
 
 
 # --------------------------------------------------------------------------------------------------------------- serving
+
 
 def whole_units(n):
     return -(-n // UNIT) * UNIT
@@ -487,13 +430,6 @@ class Shelves:
         return sum(x.nbytes for x in (*(store for space in self.spaces.values() for store in space.stores), *self.scratch, *self.halves))
 
     # ---- windows of a request
-
-    def why_never(self, n):
-        """Why a request of n tokens can never fit; None: it can."""
-        for name, sizes in self.sizes(n).items():
-            if self.spaces[name].stores and sum(sizes) > self.spaces[name].n_places:
-                return f"{n} tokens need {sum(sizes):,} of the {self.spaces[name].n_places:,} places in the memory of {name} blocks"
-        return None
 
     def take(self, request):
         """Give it its windows. False: there is no room for all of them now."""
@@ -662,8 +598,10 @@ class Engine:
         for name, value in (("slots", slots), ("core_rows", core_rows), ("n_places", n_places), ("n_whole", n_whole), ("finish_rows", finish_rows)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is too small; an engine needs at least 1")
+        if n_places is not None and n_places > cfg.block_size:
+            raise ValueError(f"n_places={n_places} is more than block_size={cfg.block_size}, the positions that the model knows")
         self.core_rows, self.finish_rows, self.exit, self.cache, self.steps = core_rows or slots, finish_rows, exit, cache, steps
-        self.n_places = min(n_places or cfg.block_size, cfg.block_size)
+        self.n_places = n_places or cfg.block_size
         self.asked, self.threshold = threshold, as_logit(cfg.threshold if threshold is None else threshold)
         self.autocast, self.fixed = autocast or contextlib.nullcontext(), model.embed.weight.is_cuda if fixed is None else fixed
         with self.autocast, torch.inference_mode():
@@ -693,11 +631,9 @@ class Engine:
             raise ValueError(f"max_new_tokens={max_new_tokens}: a request writes at least one token")
         rng = generator(seed, self.model.embed.weight.device) if temperature else None
         request = Request(self.number, ids, len(ids), max_new_tokens, stop, not temperature, lambda logits_BV: draw(logits_BV, temperature, top_k, top_p, rng))
-        n, why = request.n_places, self.shelves.why_never(request.n_places)
-        if n > self.n_places:
-            why = f"{n} tokens are more than the {self.n_places} that a request may have here"
-        if why:
-            raise ValueError(f"a prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens} can never fit: {why}; ask for less, or make a larger engine")
+        if request.n_places > self.n_places:
+            raise ValueError(f"a prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens} can never fit: that is {request.n_places} places of K and V, "
+                             f"and a request has n_places={self.n_places} at most; ask for less, or make an engine (or a model) for more")
         self.number += 1
         self.waiting.append(request)
         return request
@@ -734,14 +670,9 @@ class Engine:
     def admit(self):
         """Waiting requests, in order, into free slots."""
         while self.waiting and self.free:
-            request = self.waiting[0]
-            if not self.shelves.take(request):
-                if self.flying:
-                    return
-                self.waiting.popleft()                        # all memory is free, and it is not enough
-                self.fail(request)
-                continue
-            self.waiting.popleft()
+            if not self.shelves.take(self.waiting[0]):        # nobody overtakes; and one alone always fits
+                return
+            request = self.waiting.popleft()
             request.slot, request.at = self.free.pop(), "start"
             self.flying.append(request)
             if request.restore is not None:
@@ -798,8 +729,6 @@ class Engine:
         self.counts["put_aside"] += 1
 
     def wait(self, request, sizes, restore):
-        if any(sum(sizes[name]) > space.n_places for name, space in self.shelves.spaces.items() if space.stores):
-            return self.fail(request)
         self.leave(request)
         request.at, request.sizes, request.restore = "waiting", sizes, restore
         self.waiting.appendleft(request)
@@ -822,12 +751,11 @@ class Engine:
             self.free.append(request.slot)
             request.slot = None
 
-    def fail(self, request, error=None):
+    def fail(self, request, error):
         for kept in self.shelves.scratch if request.slot is not None else ():
             kept[:, request.slot] = 0                         # a NaN would live on in the next request's: even a share of 0 of it is one
         self.cancel(request)
-        request.error = error or (f"its K and V need more than all {self.shelves.spaces['core'].n_places:,} places of the core's "
-                                                      f"memory, as more tokens go on than the capacities declare; make a larger engine")
+        request.error = error
         self.events.append((request, None))
 
     # ---- the passes of the model: rows of numbers are made on the host, and go over at once as a table
@@ -855,8 +783,16 @@ class Engine:
         who = Who(**self.of(("position_AC", "cos", "sin", "score_AC1"), slot_A), index_AC=slot_A[:, None], choose=flags, tell=flag, threshold=self.threshold,
                   **{name: state.get(name) for name in ("wanted_BT1", "score_BT1", "e_BTD")})
         anchor = [x for name, x in state.items() if name.startswith("anchor")]
-        h_BTD, who = self.model.recursion.step(state["h"], anchor, who, table[:, 1:2] if step is None else step, Silence(), self.shelves, self.watch)
-        state["h"].copy_(h_BTD)
+        before = self.kept()
+        state["h"], who = self.model.recursion.step(state["h"], anchor, who, table[:, 1:2] if step is None else step, Silence(), self.shelves, self.watch)
+        if self.fixed:                                        # everything stays where it is
+            after = self.kept()
+            for name in ("h", "x", "past"):
+                if name in before:
+                    before[name].copy_(after[name])
+            state["h"] = before["h"]
+            if self.exit:
+                self.watch.x_BTD, self.watch.past = before["x"], before["past"]
         if who.score_AC1 is not None:
             state["score_AC1"][slot_A] = who.score_AC1
         return who.real_AC
@@ -974,6 +910,64 @@ def hear(*tensors):
 
 
 # ------------------------------------------------------------------------------------------------------------ command line
+
+
+REQUEST_KEYS = {"prompt": str, "id": (str, int), "max_new_tokens": int, "temperature": (int, float), "top_k": int, "top_p": (int, float), "stop": str, "seed": int}
+
+
+def read_requests(path):
+    """The dicts of a file of JSON lines; UserError names the line that is none."""
+    text, asked = read_prompt("-" if path == "-" else f"FILE:{path}"), []
+    for i, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                request = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"--requests={path}: line {i} is no JSON ({error})")
+            if not isinstance(request, dict) or not isinstance(request.get("prompt"), str):
+                raise UserError(f'--requests={path}: line {i} is no request; write {{"prompt": "some text"}}')
+            for name, value in request.items():
+                if name not in REQUEST_KEYS or value is not None and (isinstance(value, bool) or not isinstance(value, REQUEST_KEYS[name])):
+                    raise UserError(f"--requests={path}: line {i}: {name}={value!r} is not understood; a request has {', '.join(REQUEST_KEYS)}")
+            asked.append(request)
+    if not asked:
+        raise UserError(f"--requests={path} holds no request")
+    return asked
+
+
+def run_requests(model, tokenizer, s, depth, autocast):
+    """Serve a file of requests: an answer is written as soon as it is done."""
+    asked, device = read_requests(s.requests), model.embed.weight.device
+    engine = Engine(model, min(s.slots, len(asked)), depth=depth, cache=s.cache, threshold=None, exit=s.exit, exit_threshold=s.exit_threshold, autocast=autocast)
+    started, rows, n_failed = time.perf_counter(), {}, 0
+
+    def answer(about, error, row=None, request=None):
+        said = {"error": error} if error else {"text": row.text, "tokens": len(request.text), "ended": "stop" if row.done else "length"}
+        write(json.dumps({"id": about["id"], **said}, ensure_ascii=False) + "\n")
+        return bool(error)
+
+    for i, about in enumerate(asked):
+        about = {"id": i, "max_new_tokens": s.max_new_tokens, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "stop": s.stop, "seed": s.seed + i,
+                 **{name: value for name, value in about.items() if value is not None}}
+        ids = tokenizer.encode_ordinary(about["prompt"]) or [tokenizer.eot_token]
+        try:
+            request = engine.submit(ids, about["max_new_tokens"], None, about["temperature"], about["top_k"], about["top_p"], about["seed"])
+            rows[request] = about, Text(tokenizer, about["stop"])
+        except ValueError as error:
+            n_failed += answer(about, str(error))
+    for request, token in engine.run():
+        about, row = rows[request]
+        if token is not None:
+            row.add(token)
+            if row.done:
+                engine.cancel(request)
+        if request.at == "done":
+            row.end()
+            n_failed += answer(about, request.error, row, request)
+    seconds, n = time.perf_counter() - started, sum(len(request.text) for request in rows)
+    say(f"{len(rows)} requests, {n:,} tokens in {seconds:.2f} s ({n / seconds:,.0f} tokens/s), {engine.slots} at a time, K/V {engine.shelves.nbytes() / 2**20:,.2f} MiB on {device}")
+    if n_failed:
+        raise UserError(f"{n_failed} of {len(asked)} requests failed; their answers say why")
 
 
 def show(tokenizer, token):
