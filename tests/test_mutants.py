@@ -332,7 +332,7 @@ MUTANTS = {
         "kept[:, rows] = torch.lerp(",
         "test_cache::test_compressed_caches_equal_the_specification"),
     "cached keys have the weights' dtype": (
-        "return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else",
+        'return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else',
         "return",
         "test_cache::test_the_cache_has_the_dtype_of_the_keys"),
 
@@ -609,6 +609,10 @@ MUTANTS = {
         "column_S < n_A[:, None]",
         "column_S <= n_A[:, None]",
         "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "a kernel reads places of others where it sees none": (
+        "(first_A[:, None] + column_S).where(there_AS, first_A[:, None])",
+        "(first_A[:, None] + column_S).clamp(max=len(k_PGK) - 1)",
+        "test_serve::test_a_request_with_damaged_logits_fails_alone_and_leaves_its_slot_of_the_engine_clean"),
     "a lot is drawn in float32": (
         "step if isinstance(step, int) else step.double()",
         "step if isinstance(step, int) else step.float()",
@@ -650,8 +654,8 @@ MUTANTS = {
         "            share = self.share(step * 0)\n            share",
         "test_serve::test_engine_text_is_that_of_generate_alone"),
     "the youngest is taken in first": (
-        "            request = self.waiting[0]\n",
-        "            self.waiting.rotate(1)\n            request = self.waiting[0]\n",
+        "request = self.waiting.popleft()",
+        "self.waiting.rotate(1); request = self.waiting.popleft()",
         "test_serve::test_serve_admits_in_turn_and_as_soon_as_there_is_room"),
     "who was put aside waits at the end": (
         "self.waiting.appendleft(request)",
@@ -660,6 +664,10 @@ MUTANTS = {
     "who was put aside has lost its state": (
         "                x[request.slot] = state[name]",
         "                pass",
+        "test_serve::test_who_is_put_aside_by_an_engine_comes_back_as_it_was"),
+    "who was put aside has lost the half that it kept": (
+        " | dict(enumerate(self.shelves.halves))",
+        "",
         "test_serve::test_who_is_put_aside_by_an_engine_comes_back_as_it_was"),
     "who was put aside has lost its K and V": (
         "            self.shelves.write(request, held)",
@@ -714,7 +722,7 @@ MUTANTS = {
         "            pass\n",
         "test_serve::test_who_is_cancelled_leaves_the_engine_and_the_others_write_on"),
     "too long a request is taken": (
-        "        if n > self.n_places:\n",
+        "        if request.n_places > self.n_places:\n",
         "        if False:\n",
         "test_serve::test_an_engine_refuses_a_request_with_the_numbers"),
     "passes are filled up to no fixed number": (
