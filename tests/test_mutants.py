@@ -568,15 +568,15 @@ MUTANTS = {
     "a router is asked for another row's step": (
         "step[..., None].clamp(max=len(units) - 1))",
         "step.flip(0)[..., None].clamp(max=len(units) - 1))",
-        "test_serve::test_engine_text_is_that_of_generate_alone"),
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
     "rows at any step have the first step's share": (
         "[step.clamp(max=len(numbers) - 1)]",
         "[step.clamp(max=0)]",
-        "test_serve::test_engine_text_is_that_of_generate_alone"),
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
     "flags forget that a step takes all": (
         "decided_AC = decided_AC | (share >= 1)",
         "pass",
-        "test_serve::test_engine_text_is_that_of_generate_alone"),
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
     "flags let go again who has stopped": (
         "return None, None, keep_AC if real_AC is None else keep_AC & real_AC",
         "return None, None, torch.ones_like(keep_AC)",
@@ -584,15 +584,15 @@ MUTANTS = {
     "rows end with the first row's step": (
         "(who.take(who.wanted_BT1)[..., 0] == step + 1)[..., None]",
         "(who.take(who.wanted_BT1)[..., 0] == (step if isinstance(step, int) else step[0]) + 1)[..., None]",
-        "test_serve::test_engine_text_is_that_of_generate_alone"),
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
     "rows share the first row's low-rank additions": (
         "step if isinstance(step, int) else step[:, 0]",
         "step if isinstance(step, int) else step[:1, 0].expand(len(step))",
-        "test_serve::test_engine_text_is_that_of_generate_alone"),
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
     "the low-rank pair of a step is cut like rows": (
         "x if x is None or x.dim() < 3 else x[:n]",
         "x if x is None else x[:n]",
-        "test_serve::test_engine_text_is_that_of_generate_alone"),
+        "test_serve::test_rows_of_an_engine_at_one_step_share_its_low_rank_additions"),
     "a token may leave after its first step": (
         "default, fresh, width = 5e-4, -math.inf,",
         "default, fresh, width = 5e-4, 0.0,",
@@ -644,7 +644,7 @@ MUTANTS = {
     "the kept half is taken from the row at hand": (
         "torch.where(self.first_A111[:n], made, self.kept[self.slot_A[:n]])",
         "made",
-        "test_serve::test_engine_text_is_that_of_generate_alone"),
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
     "who left the loop is not seen by later steps": (
         "store[:, target] = store[:, source]",
         "pass",
@@ -652,10 +652,10 @@ MUTANTS = {
     "all rows fold as step 0": (
         "            share = self.share(step)\n            share",
         "            share = self.share(step * 0)\n            share",
-        "test_serve::test_engine_text_is_that_of_generate_alone"),
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
     "the youngest is taken in first": (
-        "request = self.waiting.popleft()",
-        "self.waiting.rotate(1); request = self.waiting.popleft()",
+        "            if not self.shelves.take(self.waiting[0]):",
+        "            self.waiting.rotate(1)\n            if not self.shelves.take(self.waiting[0]):",
         "test_serve::test_serve_admits_in_turn_and_as_soon_as_there_is_room"),
     "who was put aside waits at the end": (
         "self.waiting.appendleft(request)",
