@@ -5,7 +5,9 @@
     python bench.py train config/bench/gpt_256.py --against=transformers     # the same step with Hugging Face's model
     python bench.py train config/bench/vanilla_14.py config/bench/mor3_14.py # a routed step beside the dense one of its unrolled depth
     python bench.py generate config/grt_tiny.py --batch_size=4               # cached generation over uncached
-    python bench.py decode config/bench/mor3_14.py --batch_size=1            # time per token against the steps that a router allows
+    python bench.py steps config/bench/mor3_14.py --batch_size=1             # time per token against the steps that a router allows
+    python bench.py decode config/bench/gpt_12.py config/bench/grt_12.py     # latency and memory of decoding: the default configs, a prompt of 128
+    python bench.py serve config/bench/vanilla_14.py config/bench/mor3_14.py # a queue of requests, batched depth-wise, over the dense baseline
     python bench.py ladder config/ladder/rivals/*.py --seeds=1,2,3           # train every config of a folder, one table of losses
 
 table reads no config file: it writes PUBLISHED.md, every row of the papers' tables as a command, with what is counted here and
@@ -18,11 +20,24 @@ its first call (`first`: warm-up, compilation) stand apart. MiB is the fullest m
 optimizer state, gradients and activations; on a CPU as tensors (not what one operation needs inside), on CUDA as its
 allocator counts. MFU: `exact` FLOPs, three forwards a step, over the peak of a known GPU in bfloat16, else n/a.
 
-decode: a router of random weights decides nothing sensible, so its decisions are imposed: it is asked as ever, and then
+steps: a router of random weights decides nothing sensible, so its decisions are imposed: it is asked as ever, and then
 told its answer. Time per token is fitted to the steps taken, a + b x steps, and b stands beside one pass of the core: what
 one step more costs the same model without a router, with as many rows in as long a text. With several rows, whose tokens
 stop at different steps, a step counts as much as a pass with as many rows: a row that has stopped is to cost nothing.
 Caches begin at the declared capacities; steps imposed beyond them make them grow, and that is in the time.
+
+decode: every config eagerly and (--compile=true, CUDA) compiled. Ratios are of the time of the tokens after the first, to the
+first config run likewise. Below it K and V as serving allocates them, beside the formula. --contexts: time per token against
+the length of the text, in place of both.
+
+serve: a queue of requests with an empty prompt and lengths from a normal distribution, all greedy. A config without a router
+is the baseline of those named after it: sequence by sequence, at --slots in flight and at as many as each of theirs. A routed one
+serves depth-wise: (a) as many in flight, (b) with as many rows in the core, those outside it more in flight, (c) as many in flight
+as the baseline's K/V memory holds, and (a) with windows as long as the text. tokens/s are of the steady state: from --warmup
+tokens for each request in flight until the queue is empty. `ceiling` is the ratio of FLOPs counted in that time, per token;
+`share` how much of it the ratio reaches. Cache writes are in the time; `unwritten`, one run more, leaves them out, as the paper does. Exits are
+imposed (balanced: of N tokens in a row each takes another number of steps) or the router's own (learned).
+--batches: tokens/s against requests in flight, in place of the table.
 
 ladder: train.py for every config (in every mode a folder, as config/ladder/rivals, stands for those in it) at every seed,
 --jobs at a time, with the flags of train.py that are given. A run that is recorded in config/ladder/results.jsonl with the
@@ -31,6 +46,7 @@ for, so that ladders may share runs; Ctrl-C lets all save. The table, its record
 trains nothing and prints what is recorded.
 """
 import contextlib
+import copy
 import datetime
 import functools
 import hashlib
@@ -46,14 +62,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import config  # before torch: see the top of config/__init__.py
 import torch
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -61,7 +79,9 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key
-from model import DEPTHS, FLOPS, FOLDS, GPT, GPTConfig, Output, fold_in, generator, param_groups, stream
+from model import DEPTHS, FLOPS, FOLDS, GPT, ROUTERS, UPDATES, GPTConfig, Output, Seat, core_flops, exact_flops, fold_in, generator, make_cache
+from model import param_groups, stream
+from sample import Engine, Shelves, load_run
 from train import RANGES as TRAINING_RANGES
 from train import CtrlC, TrainConfig, check_ranges, checkpoint_activations, clip_gradients, commit, compile_parts, hold, human, make_default_data
 from train import padded_vocab, pick_device, step_gradients, want_compile, write_whole
@@ -69,7 +89,8 @@ from train import parse as parse_training
 
 HERE = Path(__file__).resolve().parent
 RANGES = TRAINING_RANGES | {"vocab_size": (1, math.inf), "repeats": (1, math.inf), "seq_len": (1, math.inf), "depth": (0, math.inf),
-                            "prompt_tokens": (1, math.inf), "new_tokens": (1, math.inf), "threads": (1, math.inf), "jobs": (0, math.inf)}
+                            **dict.fromkeys(("prompt_tokens", "new_tokens", "threads", "slots", "requests", "length_mean", "finish_rows"), (1, math.inf)),
+                            **dict.fromkeys(("jobs", "length_std", "warmup"), (0, math.inf))}
 # Dense bfloat16 FLOPs per second by the name that the driver gives; a name that is not here has no utilisation.
 PEAKS = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA GH200 480GB": 989.4e12, "NVIDIA H100 PCIe": 756e12,
          "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
@@ -84,11 +105,22 @@ class BenchConfig:
     repeats: int = key(9, "interleaved repeats; the median counts")
     seq_len: int | None = key(None, "train, counts: tokens per row; None = block_size")
     depth: int | None = key(None, "steps to run; None = n_recur, also in training")
-    against: str | None = key(None, "train: transformers = beside each config Hugging Face's dense model of as many executed blocks",
-                              choices=("transformers",))
-    prompt_tokens: int = key(1, "generate, decode: tokens of the prompt")
-    new_tokens: int = key(256, "generate, decode: tokens to write")
-    cache: str = key("full", "generate: K/V kept of the looped core", choices=tuple(FOLDS))
+    against: str | None = key(None, "transformers = beside ours Hugging Face's model: train: the dense one of as many executed blocks; serve: the baseline's "
+                              "own weights, in static batches", choices=("transformers",))
+    prompt_tokens: int = key(1, "generate, decode, steps: tokens of the prompt (decode: 128)")
+    new_tokens: int = key(256, "generate, decode, steps: tokens to write (decode: 64)")
+    cache: str = key("full", "generate, decode: K/V kept of the looped core", choices=tuple(FOLDS))
+    paper: bool = key(False, "decode, serve: the shapes of the papers' tables, and their configs where none is named")
+    contexts: list[int] = key([], "decode: time per token in texts of these lengths instead, for example 128,256,512,1024,2048")
+    slots: int = key(32, "serve: requests in flight, and rows of the core that are kept full")
+    requests: int = key(128, "serve: length of the queue")
+    length_mean: float = key(16.0, "serve: mean of the requests' lengths")
+    length_std: float = key(4.0, "serve: their standard deviation; clipped to 1 .. block_size - 1")
+    warmup: int | None = key(None, "serve: tokens for each request in flight before time is taken; None = length_mean")
+    finish_rows: int = key(1, "serve: with a full core, finish waits for so many rows")
+    exits: str = key("balanced", "serve: steps of a routed token: balanced = imposed, each number equally often; learned = the router's own", choices=("balanced", "learned"))
+    run: str | None = key(None, "serve: folder of a trained run to serve too, after a dense baseline of its shape")
+    batches: list[int] = key([], "serve: tokens/s at so many requests in flight instead, for example 1,2,4,8,16,32,64")
     threads: int = key(1, "CPU threads (ladder: of each run)")
     to: str | None = key(None, "table: the file to write; None = PUBLISHED.md")
     seeds: list[int] = key([1, 2, 3], "ladder: the seeds of every config")
@@ -220,30 +252,33 @@ def dense_twin(cfg, depth):
 def theirs(cfg, depth, s, device, compiled):
     """Hugging Face's model of a dense `cfg`, and how one calls it for a loss: it shifts labels itself, so ids are its
     labels. GPT-2 keeps its biases and gets the exact GELU."""
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("--against=transformers needs transformers, which is not installed: pip install transformers")
     for name, other in (("dropout", cfg.dropout > 0), ("checkpoint_activations", s.checkpoint_activations),
                         ("n_kv_head", cfg.block == "gpt2" and cfg.kv_heads != cfg.n_head)):
         if other:
             raise UserError(f"--against=transformers has no counterpart to {name}={getattr(s, name)}; leave it out")
-    transformers.logging.set_verbosity_error()
-    same = dict(vocab_size=cfg.vocab_size, use_cache=False, tie_word_embeddings=True, attn_implementation="sdpa", bos_token_id=0, eos_token_id=0)
-    if cfg.block == "gpt2":
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            n_positions=cfg.block_size, n_embd=cfg.n_embd, n_head=cfg.n_head, n_layer=cfg.n_core, n_inner=cfg.ffn_width,
-            layer_norm_epsilon=cfg.norm_eps, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **same))
-    else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            max_position_embeddings=cfg.block_size, hidden_size=cfg.n_embd, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.kv_heads,
-            num_hidden_layers=cfg.n_core, intermediate_size=cfg.ffn_width, rms_norm_eps=cfg.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta}, **same))
-    model = model.to(device).train()
+    model = hugging_face(cfg, use_cache=False).to(device).train()
     if compiled:
         model.compile()
     nothing = torch.zeros(1, 1)
     return model, lambda ids_BT, targets_BT, seed: Output(None, model(input_ids=ids_BT, labels=ids_BT).loss, {}, nothing)
+
+
+def hugging_face(cfg, use_cache):
+    """The same dense model, with random weights."""
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("--against=transformers needs transformers, which is not installed: pip install transformers")
+    transformers.logging.set_verbosity_error()
+    same = dict(vocab_size=cfg.vocab_size, use_cache=use_cache, tie_word_embeddings=True, attn_implementation="sdpa", bos_token_id=0, eos_token_id=0)
+    if cfg.block == "gpt2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            n_positions=cfg.block_size, n_embd=cfg.n_embd, n_head=cfg.n_head, n_layer=cfg.n_core, n_inner=cfg.ffn_width,
+            layer_norm_epsilon=cfg.norm_eps, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **same))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        max_position_embeddings=cfg.block_size, hidden_size=cfg.n_embd, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.kv_heads,
+        num_hidden_layers=cfg.n_core, intermediate_size=cfg.ffn_width, rms_norm_eps=cfg.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta}, **same))
 
 
 def train_step(make, cfg, depth, s, device, autocast, compiled):
@@ -301,13 +336,20 @@ def check_length(cfg, s):
                          f"together they may be {cfg.block_size + 1}")
 
 
-def generate_step(cfg, s, device, autocast, use_cache):
+def build(cfg, device, dtype, compiled=False):
+    """(model for decoding, its weights of that dtype, seconds)."""
+    start = clock(device)
+    model = GPT(cfg).to(device, getattr(torch, dtype)).eval()
+    if compiled:
+        compile_parts(model, dynamic=True)                    # a text grows by a token each time, and is no new graph
+    return model, clock(device) - start
+
+
+def generate_step(cfg, s, device, autocast, use_cache, dtype="float32", compiled=False):
     """new_tokens for every row. FLOPs: with a cache one pass over all tokens (causal attention adds up the same token by
     token), without one a pass over the whole context per token; logits only where a token is drawn."""
     check_length(cfg, s)
-    start = clock(device)
-    model = GPT(cfg).to(device).eval()
-    setup = clock(device) - start
+    model, setup = build(cfg, device, dtype, compiled)
     model.check_depth(s.depth)
     cfg.check_cache(s.cache)
     prompts = torch.randint(cfg.vocab_size, (s.batch_size, s.prompt_tokens)).tolist()
@@ -326,7 +368,8 @@ def generate_step(cfg, s, device, autocast, use_cache):
     passes = [last] if use_cache else range(s.prompt_tokens, last + 1)
     flops = s.batch_size * (sum(map(whole, passes)) - (sum(passes) - s.new_tokens) * head)
     return Run(step, flops, s.batch_size * s.new_tokens,
-               {"setup_seconds": setup, "batch_size": s.batch_size, "prompt_tokens": s.prompt_tokens, "new_tokens": s.new_tokens})
+               {"setup_seconds": setup, "batch_size": s.batch_size, "prompt_tokens": s.prompt_tokens, "new_tokens": s.new_tokens},
+               lambda: [*model.parameters(), *model.buffers()])
 
 
 def generate(all_settings, cfgs, device, dtype, autocast):
@@ -347,7 +390,7 @@ def generate(all_settings, cfgs, device, dtype, autocast):
     return {"rows": rows}
 
 
-# ---------------------------------------------------------------------------------------------------------------- decode
+# ----------------------------------------------------------------------------------------------------------------- steps
 
 
 SURE = 40.0                                   # a logit whose sigmoid is 1 in float32
@@ -423,7 +466,7 @@ def on_average(mean, n_rows):
     return lambda row, i: math.floor(mean * (i + 1) + row / n_rows) - math.floor(mean * i + row / n_rows)
 
 
-def decode_step(model, n_rows, depth, begin, s, device, autocast):
+def told_step(model, n_rows, depth, begin, s, device, autocast):
     """One generation. step() returns (seconds after the first token, steps taken by the tokens read then)."""
     prompts = torch.randint(model.cfg.vocab_size, (n_rows, s.prompt_tokens)).tolist()
 
@@ -452,7 +495,7 @@ def check_imposable(name, cfg, s):
                        (cfg.router == "expert" and [c < 1 for c in cfg.capacities] != [step > 0 for step in range(cfg.n_recur)],
                         f"has capacity={cfg.capacity}, where steps are imposed from 1 on: the first must be 1, the others below 1")):
         if wrong:
-            raise ValueError(f"bench.py decode imposes what a router decides, and {name} {why}; for example config/bench/mor3_14.py")
+            raise ValueError(f"bench.py steps imposes what a router decides, and {name} {why}; for example config/bench/mor3_14.py")
 
 
 def rules_of(cfg, B):
@@ -462,29 +505,29 @@ def rules_of(cfg, B):
     return rules | ({f"{R} in one row, else 1": lambda row, i: 1 if row else R} if B > 1 else {})
 
 
-def decode_runs(name, cfg, s, device, autocast):
+def told_runs(name, cfg, s, device, autocast):
     """({what is imposed: run}, {(rows, steps): run without a router}), by the names under which they are shown."""
     B, R = s.batch_size, cfg.n_recur
     model, plain, rules = GPT(cfg).to(device).eval(), GPT(cfg.unrouted()).to(device).eval(), rules_of(cfg, B)
     script, read = impose(model), range(s.prompt_tokens + s.new_tokens)
     sizes = {n for rule in rules.values() for i in read for n in rows_in_steps([rule(row, i) for row in range(B)])}
-    imposed = {key: decode_step(model, B, None, lambda rule=rule: script.begin(rule, B), s, device, autocast) for key, rule in rules.items()}
-    free = {(n, depth): decode_step(plain, n, depth, lambda: None, s, device, autocast) for n in sorted(sizes, reverse=True) for depth in (1, R)}
+    imposed = {key: told_step(model, B, None, lambda rule=rule: script.begin(rule, B), s, device, autocast) for key, rule in rules.items()}
+    free = {(n, depth): told_step(plain, n, depth, lambda: None, s, device, autocast) for n in sorted(sizes, reverse=True) for depth in (1, R)}
     return ({f"{name} at {key}": run for key, run in imposed.items()},
             {f"{name} without router, {n} of {B} rows at {depth}": run for (n, depth), run in free.items()})
 
 
-def decode(all_settings, cfgs, device, dtype, autocast):
+def steps(all_settings, cfgs, device, dtype, autocast):
     s = next(iter(all_settings.values()))
     for name, cfg in cfgs.items():
         check_imposable(name, cfg, all_settings[name])
-    parts = {name: decode_runs(name, cfg, all_settings[name], device, autocast) for name, cfg in cfgs.items()}
-    print(heading("decode", all_settings, cfgs, lambda one, cfg: f"{one.batch_size} rows, {one.prompt_tokens} prompt and {one.new_tokens} new tokens",
+    parts = {name: told_runs(name, cfg, all_settings[name], device, autocast) for name, cfg in cfgs.items()}
+    print(heading("steps", all_settings, cfgs, lambda one, cfg: f"{one.batch_size} rows, {one.prompt_tokens} prompt and {one.new_tokens} new tokens",
                   f"{device} {dtype}"))
     times, _ = interleave({key: run for part in parts.values() for runs in part for key, run in runs.items()}, s.repeats, device)
     rows, fits = [], {}
     for name, (imposed, free) in parts.items():
-        told, plain = ([decode_row(key, times[key], all_settings[name].new_tokens - 1) for key in runs] for runs in (imposed, free))
+        told, plain = ([told_row(key, times[key], all_settings[name].new_tokens - 1) for key in runs] for runs in (imposed, free))
         sizes = [run.facts["batch_size"] for run in free.values()][::2]
         core_ms = {n: (deep["ms"] - shallow["ms"]) / (cfgs[name].n_recur - 1) for n, shallow, deep in zip(sizes, plain[::2], plain[1::2])}
         for row in told:
@@ -505,7 +548,7 @@ def rows_in_steps(steps_B):
     return [sum(steps > step for steps in steps_B) for step in range(max(steps_B))]
 
 
-def decode_row(name, times, ticks):
+def told_row(name, times, ticks):
     """ms: for one more token in every row. steps: on average over the tokens."""
     ms, taken = [seconds / ticks * 1e3 for _, (seconds, _) in times], times[0][1][1]
     return {"name": name, "steps": statistics.fmean(n for row in taken for n in row), "passes": None, "ms": statistics.median(ms),
@@ -533,6 +576,499 @@ def fit(told, core_ms, R):
         found |= {"lone_ms": (row["ms"] - ms[0]) / (R - 1), "lone_core_ms": core_ms[1]}
         found["lone_over_core"] = found["lone_ms"] / core_ms[1]
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- decode
+
+
+def decode(all_settings, cfgs, device, dtype, autocast):
+    s = next(iter(all_settings.values()))
+    for name, cfg in () if s.contexts else cfgs.items():
+        check_length(cfg, all_settings[name])
+    if s.new_tokens < 2:
+        raise ValueError(f"new_tokens={s.new_tokens} leaves no token after the first to be timed; give at least 2")
+    compiled = want_compile(s.compile, device)
+    if s.contexts:
+        return lengthen(all_settings, cfgs, device, dtype, compiled)
+    kinds = {name: {f"{name} {kind}": kind == "compiled" for kind in ("eager", "compiled")[: 1 + compiled]} for name in cfgs}
+    runs = {key: generate_step(cfgs[name], all_settings[name], device, contextlib.nullcontext(), True, dtype, how)
+            for name, keys in kinds.items() for key, how in keys.items()}
+    print(heading("decode", all_settings, cfgs, lambda one, cfg: f"batch {one.batch_size}, {one.prompt_tokens} prompt and {one.new_tokens} new tokens, "
+                  f"depth {depth_of(cfg, one)}, cache {one.cache}", f"{device}, weights {dtype}"))
+    times, first = interleave(runs, s.repeats, device)
+    references, rows = list(kinds[next(iter(cfgs))]), []
+    for name, keys in kinds.items():
+        for reference, (key, how) in zip(references, keys.items()):
+            rows.append({"name": key, **decode_row(times[key], times[reference], all_settings[name]), "first_seconds": first[key],
+                         "flops_ratio": flops_to_decode(cfgs[name], all_settings[name]) / flops_to_decode(*(of[next(iter(cfgs))] for of in (cfgs, all_settings))),
+                         "peak_bytes": peak_bytes(runs[key], device, how), **runs[key].facts})
+            rows[-1]["time_over_flops"] = rows[-1]["time_ratio"] / rows[-1]["flops_ratio"]
+    table(rows, [("batch", "batch_size", "", 1), ("prompt", "prompt_tokens", ",", 1), ("new", "new_tokens", ",", 1), ("ms/token", "ms", ".3f", 1),
+                 ("spread", "spread_ms", ".3f", 1), ("first ms", "first_token_ms", ".2f", 1), ("prefill tok/s", "prefill_tokens_per_second", ",.0f", 1),
+                 ("decode tok/s", "decode_tokens_per_second", ",.0f", 1), ("MiB", "peak_bytes", ",.1f", 2**-20), ("setup s", "setup_seconds", ".2f", 1),
+                 ("first s", "first_seconds", ".2f", 1), *RATIOS])
+    return {"rows": rows, "compiled": compiled, "memory": show_memory(all_settings, cfgs, dtype)}
+
+
+def decode_row(times, references, s):
+    """Of whole generations and the seconds to their first token. ms: for one more token in every row."""
+    more, B = s.new_tokens - 1, s.batch_size
+    each, others = ([(took - to_first) / more for took, to_first in of] for of in (times, references))
+    to_first, ms = statistics.median(to_first for _, to_first in times), statistics.median(each) * 1e3
+    return {"ms": ms, "spread_ms": (max(each) - min(each)) * 1e3, "first_token_ms": to_first * 1e3, "prefill_tokens_per_second": B * s.prompt_tokens / to_first,
+            "decode_tokens_per_second": B / ms * 1e3, "time_ratio": statistics.median(a / b for a, b in zip(each, others))}
+
+
+def flops_to_decode(cfg, s):
+    """Of the tokens after the first, in all rows: what a pass over all tokens costs more than one over the prompt."""
+    whole = lambda n: n * cfg.flops_per_token(n, depth=s.depth)
+    return s.batch_size * (whole(s.prompt_tokens + s.new_tokens - 1) - whole(s.prompt_tokens)) / (s.new_tokens - 1)
+
+
+def allocated(cfg, slots, n_places, dtype, depth=None, cache="full"):
+    """Bytes of K and V that serving so many requests of n_places tokens allocates, counted without allocating them."""
+    with FakeTensorMode():
+        stand_in = SimpleNamespace(cfg=cfg, embed=SimpleNamespace(weight=torch.empty(0, dtype=getattr(torch, dtype))))
+        return Shelves(stand_in, slots, n_places, slots, cfg.n_recur if depth is None else depth, None, cache).nbytes()
+
+
+def show_memory(all_settings, cfgs, dtype):
+    """The table of what decoding keeps: weights, and K and V by the number of rows and what is kept of the core. Returns its rows."""
+    s, rows = next(iter(all_settings.values())), []
+    T, dtype = (1024, "bfloat16") if s.paper else (s.prompt_tokens + s.new_tokens, dtype)
+    size = getattr(torch, dtype).itemsize
+    for name, cfg in cfgs.items():
+        for B in (1, 32):
+            for cache in FOLDS if cfg.compressible and cfg.n_recur > 1 else ["full"]:
+                depth = depth_of(cfg, all_settings[name])
+                row = {"name": f"{name}, cache {cache}", "rows": B, "weights_bytes": size * cfg.n_params(), "kv_bytes": allocated(cfg, B, T, dtype, depth, cache),
+                       "kv_bytes_by_formula": cfg.kv_bytes(T, B, getattr(torch, dtype), cache, depth)}
+                row["total_bytes"] = row["weights_bytes"] + row["kv_bytes"]
+                rows.append(row | {"ratio": row["total_bytes"] / next(other for other in [*rows, row] if other["rows"] == B)["total_bytes"]})
+    print(f"memory of decoding {T:,} tokens a row, {dtype}, MiB; ratios of the total to the first config's")
+    table(rows, [("rows", "rows", "", 1), *((title, name, ",.1f", 2**-20) for title, name in (
+        ("weights", "weights_bytes"), ("K/V allocated", "kv_bytes"), ("by formula", "kv_bytes_by_formula"), ("total", "total_bytes"))), ("ratio", "ratio", ".4f", 1)])
+    return rows
+
+
+def lengthen(all_settings, cfgs, device, dtype, compiled):
+    """Time per token against the length of the text that it is written after."""
+    s, runs = next(iter(all_settings.values())), {}
+    contexts = sorted(set(s.contexts))
+    for name, cfg in cfgs.items():
+        one = all_settings[name]
+        wide = replace(cfg, block_size=max(cfg.block_size, contexts[-1] + one.new_tokens))             # random weights: any context will do
+        model, _ = build(wide, device, dtype, compiled)
+        runs |= {f"{name} at {context}": context_step(model, context, one, device) for context in contexts}
+    print(heading("decode", all_settings, cfgs, lambda one, cfg: f"batch {one.batch_size}, {one.new_tokens} new tokens after texts of {', '.join(map(str, contexts))}, "
+                  f"depth {depth_of(cfg, one)}, cache {one.cache}", f"{device}, weights {dtype}{' compiled' if compiled else ''}"))
+    times, first = interleave(runs, s.repeats, device)
+    rows, fits, curves = [], {}, {}
+    for key, run in runs.items():
+        ms = [seconds / run.tokens * run.facts["batch_size"] * 1e3 for _, seconds in times[key]]
+        rows.append({"name": key, **run.facts, "ms": statistics.median(ms), "spread_ms": max(ms) - min(ms), "first_seconds": first[key]})
+    table(rows, [("batch", "batch_size", "", 1), ("context", "context", ",", 1), ("ms/token", "ms", ".3f", 1),
+                 ("spread", "spread_ms", ".3f", 1), ("first s", "first_seconds", ".2f", 1)])
+    for name in cfgs:
+        points = [row for row in rows if row["name"].rpartition(" at ")[0] == name]
+        x, y = [row["context"] for row in points], [row["ms"] for row in points]
+        fits[name] = found = line(x, y)
+        curves[name] = x, y, lambda n, found=found: found["a_ms"] + found["b_ms"] * n
+        print(f"{name}: ms per token = {found['a_ms']:.3f} + {found['b_ms'] * 1e3:.3f} x context / 1,000, R^2 {found['r2']:.4f}: {x[-1] / x[0]:g} times the "
+              f"context, {y[-1] / y[0]:.2f} times the time; {'it grows as a line' if found['r2'] > 0.9 else 'no line explains it'}")
+    picture = draw_curves("decode", curves, "tokens before the one that is written", "ms per token")
+    return {"rows": rows, "fits": fits, "compiled": compiled, "picture": picture}
+
+
+def context_step(model, context, s, device):
+    """new_tokens for every row of a text that has been read already; returns the seconds."""
+    ids_BT = torch.randint(model.cfg.vocab_size, (s.batch_size, context), device=device)
+    model.cfg.check_cache(s.cache)
+    filled = make_cache(model, s.batch_size, context + s.new_tokens, s.depth)
+    model.feed(ids_BT, filled)
+    filled = filled.compress(s.cache)
+
+    @torch.inference_mode()
+    def step():
+        cache, next_B1 = copy.deepcopy(filled), ids_BT[:, -1:]
+        start = clock(device)
+        for _ in range(s.new_tokens):
+            next_B1 = model.feed(next_B1, cache)[:, 0].argmax(-1, keepdim=True)
+        return clock(device) - start
+
+    return Run(step, 0, s.batch_size * s.new_tokens, {"batch_size": s.batch_size, "context": context})
+
+
+def draw_curves(name, curves, x_label, y_label):
+    """out/bench/NAME.png: each config's points, and what was fitted to them. curves: name -> (x, y, function). Returns the path."""
+    from eval import new_figure                               # here: eval.py takes its clock from this file
+    if (figure := new_figure(8, 5)) is None:
+        return None
+    axes, path = figure.subplots(), Path("out/bench") / f"{name}.png"
+    for i, (label, (x, y, fitted)) in enumerate(curves.items()):
+        fine = [x[0] + (x[-1] - x[0]) * j / 200 for j in range(201)]
+        axes.plot(x, y, "o", color=f"C{i}", label=label)
+        axes.plot(fine, [fitted(value) for value in fine], color=f"C{i}", linewidth=1)
+    axes.set(xlabel=x_label, ylabel=y_label, xlim=(0, None), ylim=(0, None))
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    print(f"picture: {path}", file=sys.stderr)
+    return str(path)
+
+
+# ----------------------------------------------------------------------------------------------------------------- serve
+
+
+class Plan(NamedTuple):
+    """A row of serve's table: who is served, how many requests at a time, by an engine of which options."""
+    config: str
+    slots: int
+    kind: str                             # baseline; a, b, c; long: a with windows as long as the text
+    options: dict = {}
+    title = property(lambda self: f"{self.config}, {KINDS_OF_SERVING[self.kind].format(**{'slots': self.slots, **self.options})}")
+
+
+KINDS_OF_SERVING = {"baseline": "{slots} in flight", "a": "a: {slots} in flight", "b": "b: {core_rows} core rows kept full", "c": "c: {slots}, the baseline's K/V memory",
+                    "long": "a, windows as long as the text"}
+
+
+def queue_of(s, cfgs, n):
+    """Lengths of n requests, the same for all configs."""
+    most = min(cfg.block_size for cfg in cfgs.values()) - 1
+    drawn = torch.normal(s.length_mean, s.length_std, (n,), generator=generator(s.seed))
+    return drawn.round().clamp(1, max(1, most)).int().tolist()
+
+
+def balanced(cfg):
+    """Steps of a token: of n_recur tokens of a request in a row each takes another number; requests differ in where they begin."""
+    return lambda number, position: 1 + (number + position) % cfg.n_recur
+
+
+def mark(engine, tokens, device):
+    return clock(device), tokens, Counter(engine.counts)
+
+
+def serve_queue(engine, lengths, warm, device):
+    """All of a queue. Returns marks (time, tokens written, counts): at the start, once `warm` tokens are written, when the queue is
+    empty, at the end. The middle two are None where they come too late or in the wrong order."""
+    for length in lengths:
+        engine.submit([0], length)
+    tokens, marks = 0, [mark(engine, 0, device), None, None]
+    while engine.busy:
+        for request, token in engine.tick():
+            if token is None:
+                raise ValueError(f"request {request.number} failed: {request.error}")
+            tokens += 1
+        if marks[1] is None and tokens >= warm and engine.waiting:
+            marks[1] = mark(engine, tokens, device)
+        if marks[2] is None and not engine.waiting:
+            marks[2] = mark(engine, tokens, device)
+    return [*marks, mark(engine, tokens, device)]
+
+
+def between(start, end):
+    """(seconds, tokens, counts) from one mark to another."""
+    return end[0] - start[0], end[1] - start[1], end[2] - start[2]
+
+
+def served_flops(cfg, counts):
+    """FLOPs of what an engine did: `exact`'s, at the rows and keys that were counted. Depth-wise each row of the core asks all routers."""
+    D, core_rows, first = cfg.n_embd, counts["core_rows"], min(counts["core_rows"], counts["start_rows"])
+    at = lambda depth: core_flops(cfg, 0, depth, lambda step: 1.0)               # of a step's blocks without keys; a second step may share K and V
+    once, per_step = exact_flops(cfg, 0, 0), UPDATES[cfg.update].flops(cfg)[1] + sum(map(ROUTERS[cfg.router].flops(cfg)[1], range(cfg.n_recur)))
+    keys = cfg.n_core * counts["core_keys"] + cfg.n_prelude * counts["start_keys"] + cfg.n_coda * counts["finish_keys"]
+    return counts["finish_rows"] * once + first * at(1) + (core_rows - first) * (at(2) - at(1)) + core_rows * per_step + 4 * D * keys
+
+
+def serving(model, plan, lengths, s, device):
+    """A Run whose step serves the queue (the first time a few requests, to warm up) and returns its marks."""
+    cfg, calls, n_places = model.cfg, [], max(lengths)
+    steps = balanced(cfg) if cfg.router != "none" and s.exits == "balanced" else None
+    warm = plan.slots * (s.length_mean if s.warmup is None else s.warmup)
+
+    def engine():
+        return Engine(model, plan.slots, n_places=n_places, steps=steps, depthwise=plan.kind != "baseline", **plan.options)
+
+    def step():
+        calls.append(None)
+        return serve_queue(engine(), lengths if len(calls) > 1 else [min(4, n) for n in lengths[: plan.slots]], warm, device)
+
+    return Run(step, 0, sum(lengths), {"in_flight": plan.slots, "kv_bytes": engine().shelves.nbytes(), "kind": plan.kind, "config": plan.config})
+
+
+@contextlib.contextmanager
+def without_writes():
+    """K and V are made, and not stored: what the paper's clock measures. The texts are nonsense, their lengths and steps the same."""
+    write, Seat.write = Seat.write, lambda seat, place_C, new: None
+    try:
+        yield
+    finally:
+        Seat.write = write
+
+
+def baselines_of(cfgs):
+    """{routed config: the baseline named before it}"""
+    found, last = {}, None
+    for name, cfg in cfgs.items():
+        if cfg.router == "none":
+            last = name
+        elif last is None:
+            raise ValueError(f"bench.py serve compares with a baseline, and {name} has a router (router={cfg.router!r}); name a config without one first, "
+                             f"for example config/bench/vanilla_14.py")
+        else:
+            found[name] = last
+    return found
+
+
+def most_that_fit(cfg, n_places, dtype, budget):
+    """Requests of n_places tokens whose K and V a budget of bytes holds."""
+    n = 0
+    while allocated(cfg, n + 1, n_places, dtype) <= budget:
+        n += 1
+    return n
+
+
+def plans_of(cfgs, lengths, s, dtype):
+    """(rows of the table, {routed config: how many requests its baseline's K/V memory holds})"""
+    plans, fits, n_places, above = [], {}, max(lengths), baselines_of(cfgs)
+    for name, base in above.items():
+        fits[name] = most_that_fit(cfgs[name], n_places, dtype, allocated(cfgs[base], s.slots, n_places, dtype))
+    for name, cfg in cfgs.items():
+        if cfg.router == "none":
+            others = {slots for routed, base in above.items() if base == name for slots in (with_full_core(cfgs[routed], s), fits[routed])} - {s.slots, 0}
+            plans += [Plan(name, slots, "baseline") for slots in [s.slots, *sorted(others)]]
+        else:
+            pooled = {"finish_rows": s.finish_rows}
+            plans += [Plan(name, s.slots, "a", pooled), Plan(name, s.slots, "long", {"by_arrival": False, **pooled}),
+                      Plan(name, with_full_core(cfg, s), "b", {"core_rows": s.slots, **pooled}), *[Plan(name, fits[name], "c", pooled)] * (fits[name] > 0)]
+    return plans, fits
+
+
+def with_full_core(cfg, s):
+    """Requests in flight that keep --slots rows in the core: of those (N + 1) / 2 ticks stay each, and then one outside."""
+    return s.slots + math.ceil(2 * s.slots / (cfg.n_recur + 1))
+
+
+def serve_row(plan, cfg, all_marks):
+    """Medians over repeats. tokens_per_second: of the steady state; flops_per_token: counted there."""
+    steady, whole = [between(marks[1], marks[2]) for marks in all_marks], [between(marks[0], marks[3]) for marks in all_marks]
+    rates, counts = [tokens / seconds for seconds, tokens, _ in steady], steady[0][2]
+    mean = lambda part: counts[f"{part}_rows"] / counts[f"{part}_calls"] if counts[f"{part}_calls"] else None
+    return {"name": plan.title, "tokens_per_second": statistics.median(rates), "spread": max(rates) - min(rates), "steady_tokens": steady[0][1],
+            "whole_tokens_per_second": statistics.median(tokens / seconds for seconds, tokens, _ in whole), "rates": rates,
+            "core_mean": mean("core"), "finish_mean": mean("finish"), "flops_per_token": served_flops(cfg, counts) / steady[0][1],
+            "put_aside": whole[0][2]["put_aside"], "counts": dict(counts)}
+
+
+def check_steady(plan, marks, s):
+    if marks[1] is None or marks[2] is None or marks[2][1] <= marks[1][1]:
+        raise ValueError(f"requests={s.requests} are too few for a steady state with {plan.slots} in flight: the queue is empty before the warm-up is over; "
+                         f"give more --requests, or a shorter --warmup")
+
+
+def compare_rows(rows, above):
+    """Ratios to the baseline: as many in flight as its first row (at_slots), and as many as the row itself (at_same)."""
+    ratio = lambda a, b: statistics.median(x / y for x, y in zip(a["rates"], b["rates"]))
+    for row in rows:
+        base = [other for other in rows if other["config"] == above.get(row["config"], row["config"]) and other["kind"] == "baseline"]
+        same = next((other for other in base if other["in_flight"] == row["in_flight"]), None)
+        row |= {"ratio": ratio(row, base[0]), "ratio_same": same and ratio(row, same), "ceiling": base[0]["flops_per_token"] / row["flops_per_token"]}
+        row["share"] = row["ratio"] / row["ceiling"]
+        row["unwritten_ratio"] = row["unwritten_per_second"] and row["unwritten_per_second"] / base[0]["unwritten_per_second"]
+
+
+def gains_of(rows):
+    """{routed config: the gain over the baseline, factor by factor}"""
+    found = {}
+    for name in dict.fromkeys(row["config"] for row in rows if row["kind"] == "a"):
+        of = {row["kind"]: row["ratio"] for row in rows if row["config"] == name}
+        found[name] = {"fewer steps": of["long"], "smaller windows": of["a"] / of["long"], "fuller core": of["b"] / of["a"],
+                       "the batch that fits the baseline's memory": of["c"] / of["b"] if "c" in of else None}
+    return found
+
+
+def serve(all_settings, cfgs, device, dtype, autocast):
+    s = next(iter(all_settings.values()))
+    if s.origins["batch_size"] == "command line":
+        raise ValueError(f"batch_size={s.batch_size}: serve counts requests in flight: --slots=, or for a curve --batches=")
+    if s.compile is True:
+        print("note: bench.py serve runs eagerly", file=sys.stderr)
+    cfgs, models, setup = models_of(cfgs, s, device, dtype)
+    above, lengths = baselines_of(cfgs), queue_of(s, cfgs, s.requests)
+    if s.batches:
+        return crowd(cfgs, models, s, device, dtype)
+    plans, fits = plans_of(cfgs, lengths, s, dtype)
+    runs = {plan.title: serving(models[plan.config], plan, lengths, s, device) for plan in plans}
+    for name in static_of(cfgs, s):
+        runs[f"{name}, transformers"] = static_batches(models[name], lengths, s, device)
+    print_serving(cfgs, s, f"{s.requests:,} requests of {statistics.fmean(lengths):.1f} tokens on average ({min(lengths)} to {max(lengths)})", device, dtype)
+    times, first = interleave(runs, s.repeats, device)
+    rows = []
+    for plan in plans:
+        all_marks = [marks for _, marks in times[plan.title]]
+        check_steady(plan, all_marks[0], s)
+        rows.append({**serve_row(plan, cfgs[plan.config], all_marks), **runs[plan.title].facts, "setup_seconds": setup[plan.config], "first_seconds": first[plan.title],
+                     "unwritten_per_second": unwritten(runs[plan.title], plan, cfgs[plan.config], s)})
+    compare_rows(rows, above)
+    table(rows, [("in flight", "in_flight", "", 1), ("core rows", "core_mean", ".1f", 1), ("finish rows", "finish_mean", ".1f", 1),
+                 ("tokens/s", "tokens_per_second", ",.0f", 1), ("spread", "spread", ",.0f", 1), (f"over {s.slots}", "ratio", ".3f", 1), ("over same", "ratio_same", ".3f", 1), ("ceiling", "ceiling", ".3f", 1),
+                 ("share", "share", ".3f", 1), ("K/V MiB", "kv_bytes", ",.1f", 2**-20), ("unwritten", "unwritten_per_second", ",.0f", 1),
+                 (f"over {s.slots}", "unwritten_ratio", ".3f", 1), ("whole queue", "whole_tokens_per_second", ",.0f", 1)])
+    gains, theirs = gains_of(rows), {name: against_static(name, times, models[name], lengths, s, device) for name in static_of(cfgs, s)}
+    for name, found in gains.items():
+        N = cfgs[name].n_recur
+        print(f"{name}: {' x '.join(f'{what} {factor:.3f}' for what, factor in found.items() if factor)}; the K/V memory of {above[name]} at {s.slots} holds "
+              f"{fits[name]} requests of the longest ({s.slots} x 2N/(N+1) is {math.floor(s.slots * 2 * N / (N + 1))})")
+    return {"rows": rows, "gains": gains, "fits": fits, "theirs": theirs, "exits": s.exits, "requests": len(lengths), "tokens": sum(lengths)}
+
+
+def models_of(cfgs, s, device, dtype):
+    """(configs, their models, seconds to make each); with --run those of the run and of a dense baseline of its shape."""
+    if s.run:
+        start = clock(device)
+        model, _, about = load_run(s.run, device)
+        name, trained = about["folder"].name, (model.to(getattr(torch, dtype)), clock(device) - start)
+        if model.cfg.router == "none":
+            raise ValueError(f"run={s.run!r} has no router ({model.cfg.layout}); its tokens all take the same steps: serve it by its config")
+        dense = dense_twin(model.cfg, model.cfg.n_recur)
+        built = {f"dense {dense.layout}": build(dense, device, dtype), name: trained}
+    else:
+        built = {name: build(cfg, device, dtype) for name, cfg in cfgs.items()}
+    return ({name: model.cfg for name, (model, _) in built.items()}, *({name: pair[i] for name, pair in built.items()} for i in range(2)))
+
+
+def print_serving(cfgs, s, queue, device, dtype):
+    how = {"balanced": "exits balanced: imposed, the routers are asked and not heard",
+           "learned": f"exits by the routers{'' if s.run else ', whose weights are random'}"}
+    print(f"serve: {', '.join(f'{name} {cfg.layout}' for name, cfg in cfgs.items())}; {queue}, no prompt, greedy; "
+          f"warm-up {s.length_mean if s.warmup is None else s.warmup:g} tokens for each in flight; {how[s.exits] if baselines_of(cfgs) else 'no exits'}; finish waits for {s.finish_rows} rows; {device}, weights {dtype}, "
+          f"{torch.get_num_threads()} threads, torch {torch.__version__}, commit {commit()}")
+
+
+def unwritten(run, plan, cfg, s):
+    """tokens/s of one more run without cache writes; None where exits are learned: what is read decides how far tokens go."""
+    if cfg.router != "none" and s.exits == "learned":
+        return None
+    with without_writes():
+        seconds, tokens, _ = between(*run.step()[1:3])
+    return tokens / seconds
+
+
+# ---- beside transformers
+
+def static_of(cfgs, s):
+    """The baselines that --against=transformers is about."""
+    return [name for name, cfg in cfgs.items() if s.against and cfg.router == "none"]
+
+
+def weights_for_hugging_face(model):
+    """Our dense model's weights under their names; their GPT-2 keeps matrices transposed, and query, key and value in one."""
+    cfg, mine = model.cfg, model.state_dict()
+    if cfg.layout != dense_twin(cfg, 1).layout or cfg.sandwich_norm:
+        raise ValueError(f"--against=transformers has no counterpart to {cfg.layout}; name a dense baseline, for example config/bench/vanilla_14.py")
+    names, theirs = (GPT2_NAMES if cfg.block == "gpt2" else LLAMA_NAMES), {}
+    for name, x in mine.items():
+        for ours, other in names.items():
+            name = name.replace(ours, other)
+        theirs[name] = x.T if cfg.block == "gpt2" and x.dim() == 2 and ".h." in name else x
+    for part in [name for name in theirs if ".query." in name]:
+        theirs[part.replace(".query.", ".c_attn.")] = torch.cat([theirs.pop(part.replace(".query.", f".{one}.")) for one in ("query", "key", "value")], -1)
+    return theirs
+
+
+GPT2_NAMES = {"embed.": "transformer.wte.", "positions.table.": "transformer.wpe.", "recursion.core.": "transformer.h.", "attention_norm": "ln_1", "mlp_norm": "ln_2",
+              "attention.output": "attn.c_proj", "attention.": "attn.", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+LLAMA_NAMES = {"embed.": "model.embed_tokens.", "recursion.core.": "model.layers.", "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+               **{f"attention.{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value", "output")},
+               **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}}
+
+
+def as_hugging_face(model):
+    """Their model with our weights."""
+    weights, net = weights_for_hugging_face(model), hugging_face(model.cfg, use_cache=True).eval()
+    net.config.eos_token_id = net.generation_config.eos_token_id = None          # no id ends a text: its length is given
+    outer = "transformer.ln_f" if model.cfg.block == "gpt2" else "model.norm"
+    weights |= {name.replace("norm", outer): weights.pop(name) for name in ("norm.weight", "norm.bias") if name in weights}
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            p.copy_(weights.pop(name)) if name in weights else p.zero_()         # their GPT-2's biases, where ours has none
+    if weights:
+        raise ValueError(f"transformers has no place for {', '.join(weights)}")
+    return net.to(model.embed.weight)
+
+
+def write_batch(net, n_rows, n_new, device):
+    """Their greedy text, so many tokens in each row after a first one."""
+    from transformers import GenerationConfig
+    ids_B1 = torch.zeros(n_rows, 1, dtype=torch.long, device=device)
+    settings = GenerationConfig(max_new_tokens=n_new, do_sample=False, use_cache=True, pad_token_id=0)
+    return net.generate(ids_B1, attention_mask=torch.ones_like(ids_B1), generation_config=settings)[:, 1:]
+
+
+def static_batches(model, lengths, s, device):
+    """generate on --slots requests after the other, each batch until its longest is done. Returns (tokens wanted, computed)."""
+    net, calls = as_hugging_face(model), []
+
+    @torch.inference_mode()
+    def step():
+        calls.append(None)
+        batches = [lengths[i : i + s.slots] for i in range(0, len(lengths), s.slots)][: None if len(calls) > 1 else 1]
+        for batch in batches:
+            write_batch(net, len(batch), max(batch) if len(calls) > 1 else 2, device)
+        return sum(map(sum, batches)), sum(len(batch) * max(batch) for batch in batches)
+
+    return Run(step, 0, sum(lengths), {})
+
+
+def first_difference(model, lengths, device):
+    """Where the first rows of both differ, (row, token), or None."""
+    engine = Engine(model, len(lengths), n_places=max(lengths))
+    requests = [engine.submit([0], n) for n in lengths]
+    for _ in engine.run():
+        pass
+    texts = write_batch(as_hugging_face(model), len(lengths), max(lengths), device).tolist()
+    return next(((row, i) for row, (request, text) in enumerate(zip(requests, texts)) for i, token in enumerate(request.text) if text[i : i + 1] != [token]), None)
+
+
+def against_static(name, times, model, lengths, s, device):
+    """One line on ours over theirs, the whole queue, start and end included."""
+    title, (wanted, computed) = f"{name}, {s.slots} in flight", times[f"{name}, transformers"][0][1]
+    pairs = [(took, between(marks[0], marks[3])[0]) for (took, _), (_, marks) in zip(times[f"{name}, transformers"], times[title])]
+    took, over = statistics.median(took for took, _ in pairs), statistics.median(took / mine for took, mine in pairs)
+    differs = first_difference(model, lengths[:4], device)
+    texts = "their first texts are equal" if differs is None else f"their texts differ, first in row {differs[0]} at token {differs[1]}"
+    print(f"transformers, {name} in static batches of {s.slots}: {wanted / took:,.0f} wanted tokens/s, {computed / took:,.0f} computed; ours over theirs, whole queue: "
+          f"{over:.3f} = {computed / wanted:.3f} padding avoided x {over * wanted / computed:.3f}; {texts}")
+    return {"wanted_per_second": wanted / took, "computed_per_second": computed / took, "ours_over_theirs": over, "padding_avoided": computed / wanted, "differs": differs}
+
+
+# ---- against the number of requests in flight
+
+def crowd(cfgs, models, s, device, dtype):
+    """tokens/s at several numbers of requests in flight, four of the queue for each. What is fitted is the time of one token in every row."""
+    batches, runs, plans = sorted(set(s.batches)), {}, {}
+    for name, cfg in cfgs.items():
+        for B in batches:
+            plan = Plan(name, B, "baseline" if cfg.router == "none" else "a")
+            plans[plan.title], lengths = plan, queue_of(s, cfgs, 4 * B)
+            runs[plan.title] = serving(models[name], plan, lengths, s, device)
+    print_serving(cfgs, s, f"{', '.join(map(str, batches))} in flight, four requests for each of {s.length_mean:g} tokens on average", device, dtype)
+    times, _ = interleave(runs, s.repeats, device)
+    rows, fits, curves = [], {}, {}
+    for title, plan in plans.items():
+        all_marks = [marks for _, marks in times[title]]
+        check_steady(plan, all_marks[0], s)
+        rows.append({**serve_row(plan, cfgs[plan.config], all_marks), **runs[title].facts})
+    table(rows, [("in flight", "in_flight", "", 1), ("core rows", "core_mean", ".1f", 1), ("tokens/s", "tokens_per_second", ",.0f", 1), ("spread", "spread", ",.0f", 1)])
+    for name in cfgs:
+        x, y = batches, [row["tokens_per_second"] for row in rows if row["config"] == name]
+        fits[name] = found = line(x, [B / rate * 1e3 for B, rate in zip(x, y)])
+        curves[name] = x, y, lambda B, found=found: B / (found["a_ms"] + found["b_ms"] * B) * 1e3
+        print(f"{name}: ms for a token in each of B requests = {found['a_ms']:.3f} + {found['b_ms']:.3f} x B, R^2 {found['r2']:.4f}: {x[-1] / x[0]:g} times the requests, "
+              f"{y[-1] / y[0]:.2f} times the tokens/s; the line's end is {1e3 / found['b_ms']:,.0f}")
+    return {"rows": rows, "fits": fits, "exits": s.exits, "picture": draw_curves("serve", curves, "requests in flight", "tokens per second")}
 
 
 # ---------------------------------------------------------------------------------------------------------------- counts
@@ -1244,12 +1780,21 @@ def draw_ladder(path, name, rows):
 # ------------------------------------------------------------------------------------------------------------------ main
 
 RATIOS = [("time", "time_ratio", ".3f", 1), ("FLOPs", "flops_ratio", ".3f", 1), ("time/FLOPs", "time_over_flops", ".3f", 1)]
-MODES = {"table": publish, "ladder": ladder, "counts": counts, "train": train, "generate": generate, "decode": decode}
-# Keys of this script that mean something to a mode; the model's and train.py's go with every mode. decode says why it takes no depth and no cache.
+MODES = {"table": publish, "ladder": ladder, "counts": counts, "train": train, "generate": generate, "decode": decode, "steps": steps, "serve": serve}
+# Keys of this script that mean something to a mode; the model's and train.py's go with every mode. steps says why it takes no depth and no cache.
 KEYS = {"table": ["to"], "ladder": ["seeds", "jobs", "results", "threads"], "counts": ["seq_len", "depth", "threads"],
         "train": ["repeats", "seq_len", "depth", "against", "threads"],
         "generate": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads"],
-        "decode": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads"]}
+        "decode": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads", "paper", "contexts"],
+        "steps": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads"],
+        "serve": ["repeats", "against", "threads", "paper", "slots", "requests", "length_mean", "length_std", "warmup", "finish_rows", "exits", "run", "batches"]}
+# (mode, --paper): what a key is where the command line says nothing, in place of a training run's; and the configs where none is named.
+SHAPES = {("decode", False): dict(batch_size=4, prompt_tokens=128, new_tokens=64), ("serve", False): dict(repeats=3),
+          ("decode", True): dict(batch_size=4, prompt_tokens=1024, new_tokens=128, block_size=1152, vocab_size=50304),
+          ("serve", True): dict(repeats=3, requests=1000, length_mean=256.0, length_std=64.0, vocab_size=49152)}
+FILES = {("decode", False): ["bench/gpt_12", "bench/grt_12"], ("serve", False): ["bench/vanilla_14", "bench/mor2_14", "bench/mor3_14"],
+         ("decode", True): ["gpt2_medium", "grt_medium", "gpt2_large", "grt_large"],
+         ("serve", True): ["smollm/vanilla_360m", "bench/mor2_360m", "mor_360m", "bench/vanilla_34_360m", "bench/mor4_360m"]}
 
 
 def table(rows, columns):
@@ -1303,6 +1848,9 @@ def settings_of(argv):
             raise UserError(f"bench.py table takes its configs from config/published.json, and --to; leave out {' '.join(given)}")
         return "table", {"table": s}
     check_keys(mode[0], s)
+    if s.run:
+        return mode[0], {"": shaped(mode[0], check_run(s))}
+    files = files or [str(file_of(name)) for name in FILES.get((mode[0], s.paper), [])]
     if not files:
         raise UserError(f"bench.py {mode[0]} needs config files, for example config/grt_tiny.py")
     flags, all_settings = [arg for arg in argv if arg not in s.files], {}
@@ -1310,9 +1858,29 @@ def settings_of(argv):
         name = Path(path).stem
         while name in all_settings:                           # a config beside itself shows how much the machine varies
             name += "'"
-        all_settings[name] = config.parse([*flags, path], schema, __doc__, words=words)
-        check_ranges(all_settings[name], RANGES)
+        all_settings[name] = shaped(mode[0], config.parse([*flags, path], schema, __doc__, words=words))
     return mode[0], all_settings
+
+
+def check_run(s):
+    """Refuse what a run has answered."""
+    given = s.files + [f"--{name}" for name in GPTConfig.__dataclass_fields__ if s.origins[name] == "command line"]
+    if given:
+        raise UserError(f"--run={s.run} is served beside a dense baseline of its own shape; leave out {' '.join(given)}")
+    return s
+
+
+def shaped(mode, s):
+    """The settings with what SHAPES says of the mode. A config file's own keys of this script stay; those of a training run do not."""
+    trained = [name for cls in (GPTConfig, TrainConfig) for name in cls.__dataclass_fields__]
+    for name, value in SHAPES.get((mode, s.paper), {}).items():
+        if s.origins[name] == "default" or name in trained and s.origins[name] != "command line":
+            s.values[name], s.origins[name] = value, "default"
+    check_ranges(s, RANGES)
+    for name in ("contexts", "batches"):
+        if min(s.values[name], default=1) < 1 or len(set(s.values[name])) == 1:
+            raise UserError(f"{s.origins[name]}: {name}={s.values[name]} makes no curve; give two numbers or more, from 1 up")
+    return s
 
 
 def configs_in(folder):

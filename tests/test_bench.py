@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import some_ids, tiny
+from tiny import loud, some_ids, tiny
 from toy import DENSE, SEQUENCE, flags, make_config, refusal
 
 import bench
 import model
-from model import FLOPS, GPT, GPTConfig, RouterUnit, stream
+from model import FLOPS, GPT, GPTConfig, RouterUnit, Seat, block_flops, stream
+from sample import Engine, Shelves
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +99,7 @@ def test_progress_and_notes_stay_off_stdout(go, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, words", [
-    ([], "counts or train or generate or decode, got none"), (["race", "toy.py"], "got race"), (["train", "generate", "toy.py"], "got train generate"),
+    ([], "counts or train or generate or decode or steps or serve, got none"), (["race", "toy.py"], "got race"), (["train", "generate", "toy.py"], "got train generate"),
     (["train"], "needs config files"), (["train", "none.py"], "none.py: no such file"), (["train", "toy.py", "--n_heads=2"], "did you mean 'n_head'"),
     (["train", "toy.py", "--repeats=0"], "repeats=0"), (["train", "toy.py", "--threads=0"], "threads=0"),
     (["train", "toy.py", "--batch_size=0"], "batch_size=0"),
@@ -106,7 +107,7 @@ def test_progress_and_notes_stay_off_stdout(go, monkeypatch):
     (["counts", "toy.py", "--seq_len=33"], "seq_len=33 is more than block_size=32"), (["train", "toy.py", "--grad_clip=-1"], "grad_clip=-1"),
     (["train", "toy.py", "--gradient_accumulation_steps=0"], "gradient_accumulation_steps=0"), (["counts", "toy.py", "--depth=-1"], "depth=-1"),
     (["counts", "sequence.py", "--depth=3"], "depth=3 cannot be run"), (["train", "sequence.py", "--depth=3"], "depth=3 cannot be run"),
-    (["generate", "toy.py", "--against=transformers"], "goes with mode train"),
+    (["generate", "toy.py", "--against=transformers"], "goes with mode train or serve"),
     (["train", "toy.py", "dense.py", "--n_head=3"], "n_head=3 does not divide"),
     (["generate", "toy.py", "--new_tokens=33"], "together they may be 33"),
     (["generate", "toy.py", "--new_tokens=0"], "new_tokens=0"), (["generate", "toy.py", "--prompt_tokens=0"], "prompt_tokens=0"),
@@ -387,7 +388,7 @@ def test_a_speed_up_comes_apart_into_fewer_steps_a_smaller_cache_and_batching(go
     assert same[0]["blocks executed"] == cfg.executed_blocks() and same[1]["blocks owned"] == 2
 
 
-# --------------------------------------------------------------------------------------------------------------- decode
+# ---------------------------------------------------------------------------------------------------------------- steps
 
 ROUTED = dict(update="replace", router="expert", n_recur=3, depth_sampling="fixed", new_tokens=9)
 MODELS = {"expert": {}, "shared": dict(kv="share"), "aux": dict(aux_router=True), "mlp": dict(router_kind="mlp"), "gated": dict(update="gate"),
@@ -450,12 +451,12 @@ def test_the_line_through_the_mean_depths_is_found_and_stands_beside_the_core():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_decoding_shows_a_line_for_each_imposed_depth_and_for_the_core(go, tmp_path, rows):
+def test_steps_shows_a_line_for_each_imposed_depth_and_for_the_core(go, tmp_path, rows):
     make_config(tmp_path, **ROUTED, threshold=0.0)                       # by itself nobody would stop
-    lines, record, _ = go("decode", "toy.py", batch_size=rows, prompt_tokens=3, new_tokens=9)
+    lines, record, _ = go("steps", "toy.py", batch_size=rows, prompt_tokens=3, new_tokens=9)
     names = [f"toy at {x}" for x in ("1", "1.5", "2", "2.5", "3")] + ["toy at 3 in one row, else 1"] * (rows > 1)
     plain = [f"toy without router, {n} of {rows} rows at {depth}" for n in (rows, *range(rows - 1, 0, -1)) for depth in (1, 3)]
-    assert lines[0].startswith(f"decode: toy 1+1x3+1 ({rows} rows, 3 prompt and 9 new tokens)")
+    assert lines[0].startswith(f"steps: toy 1+1x3+1 ({rows} rows, 3 prompt and 9 new tokens)")
     assert [row["name"] for row in record["rows"]] == names + plain == [re.split(r"  +", line)[0] for line in lines[2 : 2 + len(names + plain)]]
     assert [row["steps"] for row in record["rows"]] == [1, 1.5, 2, 2.5, 3] + [(3 + 2) / 3] * (rows > 1) + [1, 3] * rows
     assert [row["passes"] for row in record["rows"]][: 5 : 4] == pytest.approx([1, 3]) and all(row["ms"] > 0 for row in record["rows"])
@@ -471,11 +472,11 @@ def test_what_is_timed_is_decoding_alone_and_a_pass_is_one_step_more(go, tmp_pat
     calls, forward = [], model.Block.forward
     monkeypatch.setattr(model.Block, "forward", lambda block, x, *rest: calls.append(x.shape) or forward(block, x, *rest))
     monkeypatch.setattr(bench, "clock", lambda device: float(sum(B for B, _, _ in calls)))
-    record = go("decode", "toy.py", batch_size=1, prompt_tokens=5, new_tokens=9)[1]
+    record = go("steps", "toy.py", batch_size=1, prompt_tokens=5, new_tokens=9)[1]
     assert [row["ms"] for row in record["rows"]] == [1e3 * (2 + 2 * steps) for steps in (1, 1.5, 2, 2.5, 3, 1, 3)]
     fit = record["fits"]["toy"]
     assert (fit["a_ms"], fit["b_ms"], fit["r2"], fit["b_over_core"]) == pytest.approx((2000, 2000, 1, 1))
-    record = go("decode", "toy.py", batch_size=3, prompt_tokens=5, new_tokens=9)[1]
+    record = go("steps", "toy.py", batch_size=3, prompt_tokens=5, new_tokens=9)[1]
     assert [row["ms"] for row in record["rows"][6:]] == [1e3 * n * (2 + 2 * steps) for n in (3, 2, 1) for steps in (1, 3)]
     fit = record["fits"]["toy"]
     assert (fit["core_ms"], fit["lone_core_ms"], fit["lone_over_core"]) == pytest.approx((6000, 2000, 1))
@@ -487,8 +488,335 @@ def test_what_is_timed_is_decoding_alone_and_a_pass_is_one_step_more(go, tmp_pat
     (dict(capacity=[1.0, 1.0, 0.5]), "the first must be 1"), (dict(capacity=[0.9, 0.5, 0.2]), "the first must be 1")], ids=str)
 def test_what_cannot_be_imposed_is_one_line(go, tmp_path, changes, words):
     make_config(tmp_path, **{**ROUTED, **changes})
-    message = refusal(bench.main, ["decode", "toy.py"])
+    message = refusal(bench.main, ["steps", "toy.py"])
     assert words in message
+
+
+# --------------------------------------------------------------------------------------------------------------- decode
+
+def test_decode_gives_latency_and_rates_of_a_batch_and_the_memory_below(go):
+    lines, record, _ = go("decode", "toy.py", "dense.py", prompt_tokens=10, new_tokens=7)
+    assert lines[0].startswith("decode: toy 1+1x4+1 (batch 4, 10 prompt and 7 new tokens, depth 4, cache full), dense 0+2x1+0 (batch 4")
+    assert [row["name"] for row in record["rows"]] == ["toy eager", "dense eager"] and record["compiled"] is False
+    for line, row in zip(lines[2:4], record["rows"]):
+        assert numbers(line)[:3] == [4, 10, 7] and row["ms"] > 0 and row["peak_bytes"] > 0 and row["setup_seconds"] > 0 and row["first_seconds"] > 0
+        assert row["decode_tokens_per_second"] == pytest.approx(4 / row["ms"] * 1e3)
+        assert row["prefill_tokens_per_second"] == pytest.approx(4 * 10 / row["first_token_ms"] * 1e3)
+    toy, dense = config_of("toy.py"), config_of("dense.py")             # tokens at 10 to 15 see 13 keys on average, as the rule of halves counts 26
+    assert record["rows"][1]["flops_ratio"] == pytest.approx(dense.flops_per_token(26) / toy.flops_per_token(26))
+    assert record["rows"][1]["time_over_flops"] == pytest.approx(record["rows"][1]["time_ratio"] / record["rows"][1]["flops_ratio"])
+    assert len(lines) == 4 + 2 + 2 * (4 + 1) and [row["name"] for row in record["memory"]][-1] == "dense, cache full"
+
+
+def test_decode_times_the_tokens_after_the_first(go, monkeypatch):
+    ticks, feed = [], GPT.feed
+    monkeypatch.setattr(GPT, "feed", lambda net, ids_BT, *args, **kwargs: ticks.append(ids_BT.shape[1]) or feed(net, ids_BT, *args, **kwargs))
+    monkeypatch.setattr(bench, "clock", lambda device: float(sum(ticks)))                 # a second for each token that is read
+    row, same = go("decode", "toy.py", "toy.py", prompt_tokens=10, new_tokens=7, repeats=3)[1]["rows"]
+    assert (row["first_token_ms"], row["ms"], row["spread_ms"]) == (10_000, 1000, 0) and same["time_ratio"] == 1
+
+
+def test_decode_compares_compiled_rows_with_the_first_compiled_one(go, monkeypatch):
+    parts = []
+    monkeypatch.setattr(bench, "want_compile", lambda choice, device: True)
+    monkeypatch.setattr(bench, "compile_parts", lambda model, **options: parts.append((model.cfg.layout, options)))
+    monkeypatch.setattr(bench, "interleave", lambda runs, *rest: ({name: [(took, 1.0)] for name, took in zip(runs, (7.0, 4.0, 13.0, 10.0))}, dict.fromkeys(runs, 1.0)))
+    record = go("decode", "toy.py", "dense.py", prompt_tokens=2)[1]
+    assert [row["name"] for row in record["rows"]] == ["toy eager", "toy compiled", "dense eager", "dense compiled"] and record["compiled"] is True
+    assert [row["time_ratio"] for row in record["rows"]] == [1, 1, 2, 3] and [row["peak_bytes"] is None for row in record["rows"]] == [False, True] * 2
+    assert parts == [(layout, {"dynamic": True}) for layout in ("1+1x4+1", "0+2x1+0")]
+
+
+def test_decode_without_a_compiler_says_so_and_shows_eager_rows(go, monkeypatch):
+    def no_compiler(*args, **kwargs):
+        raise RuntimeError
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    _, record, err = go("decode", "toy.py", prompt_tokens=2, compile="true")
+    assert [row["name"] for row in record["rows"]] == ["toy eager"] and err.count("torch.compile does not work here") == 1
+
+
+def test_decode_memory_is_what_serving_would_allocate(go):
+    record = go("decode", "toy.py", "dense.py", prompt_tokens=10, new_tokens=6, repeats=1)[1]
+    toy = config_of("toy.py")
+    model = GPT(toy)
+    for row in record["memory"][:8]:
+        cache = row["name"].split()[-1]
+        assert row["kv_bytes"] == Shelves(model, row["rows"], 16, row["rows"], 4, None, cache).nbytes() == toy.kv_bytes(16, row["rows"], torch.float32, cache)
+        assert row["weights_bytes"] == 4 * toy.n_params() and row["total_bytes"] == row["weights_bytes"] + row["kv_bytes"]
+    assert [row["rows"] for row in record["memory"]] == [1] * 4 + [32] * 4 + [1, 32] and record["memory"][0]["ratio"] == record["memory"][4]["ratio"] == 1
+    assert record["memory"][-1]["ratio"] == record["memory"][-1]["total_bytes"] / record["memory"][4]["total_bytes"]
+    assert bench.allocated(toy, 2, 17, "bfloat16") == 2 * (2 + 4) * 2 * 32 * 16 * 2       # windows are cut by 16 places
+
+
+def test_decode_memory_of_grt_medium_is_the_published_ratio(monkeypatch, capsys):
+    files = [str(bench.file_of(name)) for name in ("gpt2_medium", "grt_medium")]
+    mode, all_settings = bench.settings_of(["decode", *files, "--paper=true"])
+    s = all_settings["grt_medium"]
+    assert (mode, s.batch_size, s.prompt_tokens, s.new_tokens, s.block_size, s.vocab_size) == ("decode", 4, 1024, 128, 1152, 50304)
+    cfgs = {name: one.build(GPTConfig, vocab_size=one.vocab_size) for name, one in all_settings.items()}
+    rows = {(row["name"], row["rows"]): row for row in bench.show_memory(all_settings, cfgs, "float32")}
+    mean = rows["grt_medium, cache mean", 32]
+    assert mean["kv_bytes"] == mean["kv_bytes_by_formula"] and 0.39 < mean["ratio"] < 0.395 and "1,024 tokens a row, bfloat16" in capsys.readouterr().out
+
+
+def test_decode_against_the_context_reads_a_filled_cache_and_draws_a_line(go, monkeypatch):
+    fed, feed = [], GPT.feed
+    monkeypatch.setattr(GPT, "feed", lambda net, ids_BT, cache, *rest, **more: fed.append((ids_BT.shape[1], cache.length_B[0])) or feed(net, ids_BT, cache, *rest, **more))
+    monkeypatch.setattr(bench, "clock", lambda device: float(sum(start + 1 for n, start in fed if n == 1)))             # a second for each key
+    lines, record, err = go("decode", "toy.py", contexts="64,8", new_tokens=3)            # beyond block_size, which is 32
+    assert fed == [(8, 0), (64, 0), *[(1, start + i) for _ in range(3) for start in (8, 64) for i in range(3)]]
+    assert [(row["name"], row["context"], row["ms"]) for row in record["rows"]] == [("toy at 8", 8, 10_000), ("toy at 64", 64, 66_000)]
+    fit = record["fits"]["toy"]
+    assert (fit["a_ms"], fit["b_ms"], fit["r2"]) == pytest.approx((2000, 1000, 1)) and "8 times the context, 6.60 times the time; it grows as a line" in lines[-1]
+    assert record["picture"] == "out/bench/decode.png" and Path(record["picture"]).read_bytes()[:4] == b"\x89PNG" and "picture: out/bench/decode.png" in err
+
+
+@pytest.mark.parametrize("mode, files", [("decode", ["gpt_12", "grt_12"]), ("serve", ["vanilla_14", "mor2_14", "mor3_14"])])
+def test_a_mode_without_configs_has_its_own(mode, files):
+    assert list(bench.settings_of([mode])[1]) == files
+    for paper in (False, True):
+        assert all(bench.file_of(name).is_file() for name in bench.FILES[mode, paper])
+
+
+def test_what_a_mode_is_shaped_to_yields_to_flags_and_to_a_files_own_measuring_keys(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_config(tmp_path, new_tokens=9, batch_size=7)
+    s = bench.settings_of(["decode", "toy.py", "--prompt_tokens=5"])[1]["toy"]
+    assert (s.prompt_tokens, s.new_tokens, s.batch_size) == (5, 9, 4)   # 7 rows are those of a training step
+    assert bench.settings_of(["decode", "toy.py", "--batch_size=6"])[1]["toy"].batch_size == 6
+
+
+# ---------------------------------------------------------------------------------------------------------------- serve
+
+SERVED = dict(slots=3, requests=18, length_mean=5, length_std=1, warmup=2)
+
+
+@pytest.fixture
+def mor(tmp_path, go):
+    """toy.py is a routed model of three steps; dense.py stays."""
+    make_config(tmp_path, **{name: value for name, value in ROUTED.items() if name != "new_tokens"})
+
+
+def dense_of(**changes):
+    return GPT(tiny(**{"n_core": 2, **changes})).eval()
+
+
+def test_serve_shows_the_baseline_and_each_way_to_serve_depth_wise(go, mor):
+    lines, record, _ = go("serve", "dense.py", "toy.py", **SERVED)
+    rows, N = record["rows"], 3
+    fits = record["fits"]["toy"]
+    assert [(row["config"], row["kind"]) for row in rows] == [("dense", "baseline")] * len({3, 5, fits}) + [("toy", kind) for kind in ("a", "long", "b", "c")]
+    assert [row["in_flight"] for row in rows] == [*[3, *sorted({5, fits} - {3})], 3, 3, 3 + math.ceil(2 * 3 / (N + 1)), fits]
+    assert "exits balanced: imposed" in lines[0] and "18 requests" in lines[0] and lines[2].startswith("dense, 3 in flight")
+    by = {row["kind"]: row for row in rows[::-1]}
+    assert by["baseline"]["ratio"] == by["baseline"]["share"] == by["baseline"]["ceiling"] == 1 and by["b"]["core_mean"] <= 3 < by["b"]["in_flight"]
+    for row in rows:
+        assert row["ratio"] > 0 and row["share"] == pytest.approx(row["ratio"] / row["ceiling"]) and row["ratio_same"] > 0
+        assert row["whole_tokens_per_second"] > 0 and row["unwritten_per_second"] > 0 and row["kv_bytes"] > 0
+    assert by["long"]["kv_bytes"] >= by["a"]["kv_bytes"] and by["long"]["flops_per_token"] > by["a"]["flops_per_token"]
+    gains = record["gains"]["toy"]
+    assert math.prod(gains.values()) == pytest.approx(by["c"]["ratio"]) and math.prod(list(gains.values())[:3]) == pytest.approx(by["b"]["ratio"])
+    assert f"holds {fits} requests" in lines[-1] and "(3 x 2N/(N+1) is 4)" in lines[-1]
+
+
+def test_windows_as_long_as_the_text_are_not_cut_to_what_a_step_takes():
+    model, s = GPT(routed(block_size=64)).eval(), bench.settings_of(["serve"])[1]["vanilla_14"]
+    a, long = (bench.serving(model, bench.Plan("toy", 2, kind, options), [60], s, CPU).facts["kv_bytes"] for kind, options in (("a", {}), ("long", {"by_arrival": False})))
+    entry = 2 * 16 * 4                                                  # of a place: K and V of 16 features
+    assert (a, long) == tuple(2 * entry * (2 * 64 + 2 * core) for core in (64 + 48 + 32, 3 * 64))
+
+
+def test_serve_keeps_32_core_rows_full_with_as_many_more_in_flight_as_are_outside_the_core():
+    cfgs = {name: config.build(GPTConfig, vocab_size=320) for name, config in bench.settings_of(["serve", *(str(bench.file_of(f"bench/{name}")) for name in (
+        "vanilla_32", "mor2_32", "mor3_32", "vanilla_34", "mor4_34"))])[1].items()}
+    s = bench.settings_of(["serve"])[1]["vanilla_14"]
+    assert {name: bench.with_full_core(cfg, s) for name, cfg in cfgs.items() if cfg.n_recur > 1} == {"mor2_32": 54, "mor3_32": 48, "mor4_34": 45}
+    assert bench.baselines_of(cfgs) == {"mor2_32": "vanilla_32", "mor3_32": "vanilla_32", "mor4_34": "vanilla_34"}
+    plans, fits = bench.plans_of(cfgs, [256], s, "float32")             # prelude and coda keep every token: a little below 42, 48, 51
+    assert fits == {"mor2_32": 41, "mor3_32": 45, "mor4_34": 49}
+    assert [plan.slots for plan in plans if plan.config == "vanilla_34"] == [32, 45, 49]
+    for name, n in fits.items():
+        base = bench.allocated(cfgs[bench.baselines_of(cfgs)[name]], 32, 256, "float32")
+        assert bench.allocated(cfgs[name], n, 256, "float32") <= base < bench.allocated(cfgs[name], n + 1, 256, "float32")
+
+
+@pytest.mark.parametrize("changes", [{}, dict(update="gate", n_recur=3, n_prelude=1, n_coda=1), dict(kv="share", n_recur=2, n_prelude=1),
+                                     dict(block="llama", n_kv_head=2)], ids=str)
+def test_serve_counts_the_flops_of_what_was_served_as_exact_does(changes):
+    model = dense_of(**changes)
+    engine = Engine(model, 1, depthwise=False)
+    engine.submit([0], 9)
+    for _ in engine.run():
+        pass
+    assert bench.served_flops(model.cfg, engine.counts) == pytest.approx(9 * model.cfg.flops_per_token(10), rel=1e-12)   # token i sees i + 1 keys, 5 on average
+
+
+def test_serve_counts_the_flops_of_balanced_exits():
+    """Nine tokens, three of each depth: by hand."""
+    cfg = routed()
+    engine = Engine(GPT(cfg), 1, steps=bench.balanced(cfg))
+    engine.submit([0], 9)
+    for _ in engine.run():
+        pass
+    taken = [1 + i % 3 for i in range(9)]
+    keys = [sum(range(1, sum(n > step for n in taken) + 1)) for step in range(3)]         # the n-th to arrive at a step sees n
+    core = cfg.n_core * (sum(taken) * block_flops(cfg, 0) + 4 * cfg.n_embd * sum(keys))
+    outer = 9 * (2 * block_flops(cfg, 0) + 2 * cfg.vocab_size * cfg.n_embd) + 4 * cfg.n_embd * 2 * 45
+    routers = 2 * cfg.n_embd * (9 + 3 * sum(taken))                     # at the start one, after a step of rows at different depths all three
+    assert bench.served_flops(cfg, engine.counts) == core + outer + routers
+
+
+def test_balanced_exits_give_each_number_of_steps_once_in_a_row_and_shift_with_the_request():
+    rule = bench.balanced(routed(n_recur=4))
+    for number in range(5):
+        steps = [rule(number, position) for position in range(12)]
+        assert all(sorted(steps[i : i + 4]) == [1, 2, 3, 4] for i in range(9)) and steps[0] == 1 + number % 4
+
+
+def test_serve_takes_time_between_the_warm_up_and_the_end_of_the_queue(monkeypatch):
+    engine, seen = Engine(dense_of(), 2), []
+    tick = engine.tick
+    engine.tick = lambda: seen.append(tick()) or seen[-1]
+    monkeypatch.setattr(bench, "clock", lambda device: float(len(seen)))
+    marks = bench.serve_queue(engine, [4] * 6, 5, CPU)
+    written = lambda n: sum(map(len, seen[:n]))
+    times, tokens = [int(mark[0]) for mark in marks], [mark[1] for mark in marks]
+    assert tokens == [written(n) for n in times] and times[0] == 0 and times[3] == len(seen) and tokens[3] == 24
+    assert tokens[1] >= 5 > written(times[1] - 1)
+    assert 16 <= tokens[2] < 24                                         # the last two have begun, the four before are done
+    assert marks[3][2]["finish_rows"] == 24 and bench.between(marks[1], marks[2])[2]["finish_rows"] == tokens[2] - tokens[1]
+
+
+def test_serve_without_writes_makes_keys_and_values_and_stores_none():
+    model, made = dense_of(), []
+    model.recursion.core[0].attention.key.register_forward_hook(lambda *args: made.append(args))
+    write, run = Seat.write, []
+    for context in (bench.without_writes, contextlib.nullcontext):
+        with context():
+            engine = Engine(model, 1)
+            engine.submit([0], 5)
+            text = [token for _, token in engine.run()]
+        run.append((len(made), len(text), engine.shelves.spaces["core"].stores[0].abs().sum().item() > 0))
+    assert run == [(5, 5, False), (10, 5, True)] and Seat.write is write
+
+
+def test_serve_leaves_writes_out_of_one_more_run_and_not_of_the_others(go, monkeypatch):
+    written, write = [], Seat.write
+    monkeypatch.setattr(Seat, "write", lambda *args: written.append(1) or write(*args))
+    inside = bench.without_writes
+    quiet = []
+
+    @contextlib.contextmanager
+    def watched():
+        before = len(written)
+        with inside():
+            yield
+        quiet.append(len(written) - before)
+    monkeypatch.setattr(bench, "without_writes", watched)
+    rows = go("serve", "dense.py", "dense.py", repeats=1, **SERVED)[1]["rows"]
+    assert quiet == [0] * len(rows) and written
+
+
+def test_serve_with_learned_exits_asks_the_routers_and_has_no_run_without_writes(go, mor):
+    lines, record, _ = go("serve", "dense.py", "toy.py", exits="learned", threshold=1.0, repeats=1, **SERVED)           # nobody goes on
+    routed_rows = [row for row in record["rows"] if row["config"] == "toy"]
+    assert "exits by the routers, whose weights are random" in lines[0] and all(row["unwritten_per_second"] is None for row in routed_rows)
+    assert {row["counts"]["core_rows"] - row["counts"]["finish_rows"] in range(-6, 7) for row in routed_rows} == {True}      # one step for each token
+    assert record["rows"][0]["unwritten_per_second"] > 0 and numbers(lines[-3])[10:12] == [None, None]
+
+
+def test_serve_puts_a_run_beside_a_dense_model_of_its_shape(tmp_path, monkeypatch, capsys):
+    model = GPT(routed()).eval()
+    monkeypatch.setattr(bench, "load_run", lambda run, device: (model, None, {"folder": Path(run)}))
+    bench.main(["serve", *flags(run="out/mine", exits="learned", repeats=1, **SERVED)])
+    lines = capsys.readouterr().out.splitlines()
+    record = json.loads(lines[-1])
+    assert list(dict.fromkeys(row["config"] for row in record["rows"])) == ["dense 0+8x1+0", "mine"] and lines[0].startswith("serve: dense 0+8x1+0 0+8x1+0, mine 1+2x3+1")
+    assert "exits by the routers;" in lines[0]
+    model.cfg = tiny()
+    make_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert "has no router" in refusal(bench.main, ["serve", "--run=out/mine"])
+    assert "leave out toy.py --n_embd" in refusal(bench.main, ["serve", "toy.py", "--run=out/mine", "--n_embd=8"])
+
+
+def test_serve_against_the_number_in_flight_fits_the_time_of_a_round_and_draws_it(go, mor, monkeypatch):
+    ticks, tick = [], Engine.tick
+    monkeypatch.setattr(Engine, "tick", lambda engine: ticks.append(2 + engine.slots) or tick(engine))
+    monkeypatch.setattr(bench, "clock", lambda device: float(sum(ticks)))                 # a tick takes 2 + B seconds, and a token of a dense model 2 ticks
+    served, serve = [], bench.serve_queue
+    monkeypatch.setattr(bench, "serve_queue", lambda engine, lengths, *rest: served.append((engine.depthwise, engine.slots, len(lengths))) or serve(engine, lengths, *rest))
+    lines, record, _ = go("serve", "dense.py", "toy.py", batches="4,1,2", length_mean=20, length_std=0, repeats=1)
+    assert [(row["config"], row["in_flight"]) for row in record["rows"]] == [(name, B) for name in ("dense", "toy") for B in (1, 2, 4)]
+    assert served[6:] == [(depthwise, B, 4 * B) for depthwise in (False, True) for B in (1, 2, 4)]
+    fit = record["fits"]["dense"]
+    assert fit["r2"] > 0.99 and fit["b_ms"] == pytest.approx(2000, rel=0.1) and fit["a_ms"] == pytest.approx(4000, rel=0.1)
+    assert "4 times the requests" in lines[-2] and Path(record["picture"]).read_bytes()[:4] == b"\x89PNG" and record["picture"] == "out/bench/serve.png"
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["serve", "toy.py", "dense.py"], "toy has a router (router='expert'); name a config without one first"),
+    (["serve", "dense.py", "--requests=3"], "too few for a steady state"), (["serve", "dense.py", "--slots=0"], "slots=0"), (["serve", "dense.py", "--batch_size=8"], "serve counts requests in flight: --slots"),
+    (["serve", "dense.py", "--exits=lot"], "exits has no choice"),
+    (["serve", "dense.py", "--batches=4"], "batches=[4] makes no curve"), (["decode", "dense.py", "--contexts=0,4"], "makes no curve"),
+    (["train", "dense.py", "--slots=3"], "goes with mode serve"),
+    (["decode", "dense.py", "--new_tokens=1", "--prompt_tokens=2"], "give at least 2"), (["decode", "dense.py", "--prompt_tokens=30"], "do not fit block_size=32"),
+    (["decode", "dense.py", "--cache=mean", "--prompt_tokens=2", "--router=expert", "--new_tokens=4"], "cache='mean'"),
+    (["serve", "dense.py", "--paper=true", "--contexts=1,2"], "goes with mode decode")])
+def test_what_cannot_be_served_or_decoded_is_one_line(go, mor, argv, words):
+    assert words in refusal(bench.main, [*argv, "--vocab_size=64"])
+
+
+# ------------------------------------------------------------------------------------------------- serve --against=transformers
+
+@pytest.mark.parametrize("changes", [dict(block="gpt2"), dict(block="gpt2", bias=True, n_ffn=40), dict(block="llama", n_kv_head=2, rope_theta=500.0)], ids=str)
+def test_their_model_with_our_weights_gives_our_logits(transformers, changes):
+    model = loud(tiny(**changes))
+    ids_BT = some_ids(2, 20)
+    with torch.no_grad():
+        assert torch.allclose(bench.as_hugging_face(model)(ids_BT).logits, model(ids_BT).logits, atol=1e-4)
+    assert bench.first_difference(model, [7, 3, 5], CPU) is None
+
+
+def test_no_id_ends_their_text(transformers):
+    torch.manual_seed(0)
+    model = GPT(tiny()).eval()                                          # at its start values a model repeats its prompt, and id 0 is their end of text
+    with torch.no_grad():
+        model.embed.weight[0] *= 5
+    net = bench.as_hugging_face(model)
+    assert bench.write_batch(net, 2, 6, CPU).tolist() == [[0] * 6] * 2 and bench.first_difference(model, [6, 4], CPU) is None
+    net.generation_config.eos_token_id = 0                              # or it would
+    assert bench.write_batch(net, 2, 6, CPU).shape == (2, 1)
+
+
+def test_a_text_that_differs_is_found(transformers, monkeypatch):
+    model, copy = loud(tiny()), bench.as_hugging_face
+    monkeypatch.setattr(bench, "as_hugging_face", lambda model: copy(loud(tiny(), seed=1)))
+    assert bench.first_difference(model, [6, 6], CPU)[0] == 0
+    monkeypatch.setattr(bench, "as_hugging_face", copy)
+    assert bench.first_difference(model, [6, 6], CPU) is None
+    monkeypatch.setattr(bench, "write_batch", lambda *args: torch.zeros(2, 0))            # or ends too early
+    assert bench.first_difference(model, [6, 6], CPU) == (0, 0)
+
+
+def test_serve_stands_beside_static_batches_of_the_same_lengths(go, mor, transformers, monkeypatch):
+    batches, write = [], bench.write_batch
+    monkeypatch.setattr(bench, "write_batch", lambda net, n_rows, n_new, device: batches.append((n_rows, n_new)) or write(net, n_rows, n_new, device))
+    lines, record, _ = go("serve", "dense.py", "toy.py", against="transformers", repeats=1, **{**SERVED, "requests": 25, "length_std": 2})
+    s = bench.settings_of(["serve", "dense.py", *flags(vocab_size=64, **{**SERVED, "requests": 25, "length_std": 2})])[1]["dense"]
+    lengths = bench.queue_of(s, {"dense": config_of("dense.py")}, 25)
+    static = [(len(batch), max(batch)) for i in range(0, 25, 3) for batch in [lengths[i : i + 3]]]
+    assert batches == [(3, 2), *static, (4, max(lengths[:4]))]          # a first one to warm up, the queue, and the texts that are compared
+    theirs, mine = record["theirs"]["dense"], record["rows"][0]
+    assert theirs["padding_avoided"] == sum(n * longest for n, longest in static) / sum(lengths) > 1 and theirs["differs"] is None
+    assert theirs["computed_per_second"] == pytest.approx(theirs["wanted_per_second"] * theirs["padding_avoided"])
+    assert theirs["ours_over_theirs"] == pytest.approx(mine["whole_tokens_per_second"] / theirs["wanted_per_second"])
+    assert "their first texts are equal" in next(line for line in lines if line.startswith("transformers"))
+
+
+def test_serve_compares_with_transformers_what_has_a_counterpart(transformers):
+    with pytest.raises(ValueError, match="has no counterpart to 0\\+2x3\\+0"):
+        bench.as_hugging_face(dense_of(n_recur=3))
 
 
 # --------------------------------------------------------------------------------------------------------------- counts

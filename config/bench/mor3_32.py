@@ -1,0 +1,11 @@
+"""Mixture-of-Recursions, expert-choice, 1+10x3+1, d=256, context 512, for bench.py: beside vanilla_32, whose unrolled depth it has."""
+block = "llama"             # as vanilla_32
+n_embd = 256                # as vanilla_32
+n_head = 4                  # as vanilla_32
+block_size = 512            # as vanilla_32
+n_prelude = 1               # the first block sees every token and is not shared
+n_core = 10                 # 1+10x3+1 unrolls to 32 blocks and owns 12
+n_recur = 3                 # see n_core
+n_coda = 1                  # the last block sees every token and is not shared
+router = "expert"           # what is measured: capacities 1, 2/3, 1/3
+batch_size = 4              # as vanilla_32

@@ -1,0 +1,11 @@
+"""Mixture-of-Recursions, expert-choice, 1+8x4+1, d=256, context 512, for bench.py: beside vanilla_34, whose unrolled depth it has."""
+block = "llama"             # as vanilla_34
+n_embd = 256                # as vanilla_34
+n_head = 4                  # as vanilla_34
+block_size = 512            # as vanilla_34
+n_prelude = 1               # the first block sees every token and is not shared
+n_core = 8                  # 1+8x4+1 unrolls to 34 blocks and owns 10
+n_recur = 4                 # see n_core
+n_coda = 1                  # the last block sees every token and is not shared
+router = "expert"           # what is measured: capacities 1, 3/4, 2/4, 1/4
+batch_size = 4              # as vanilla_34
