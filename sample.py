@@ -651,15 +651,15 @@ class Engine:
             core = self.next_core()
             due = self.outer_is_due(core)
             finish = self.waits_for("finish") if due else []
-            on_A = self.pass_core(core) if core else None
+            on_A1 = self.pass_core(core) if core else None
             token_P, fine_P = self.pass_finish(finish) if finish else (None, None)
             going, last = ([request for request in finish if (len(request.text) + 1 < request.max_new_tokens) == more] for more in (True, False))
             for request in last:
                 self.leave(request)
             self.admit()
             start = self.waits_for("start") if due else []
-            on_L = self.pass_start(finish, token_P, going, start) if going or start else None
-        heard = hear(on_A, token_P, fine_P, on_L)
+            on_L1 = self.pass_start(finish, token_P, going, start) if going or start else None
+        heard = hear(on_A1, token_P, fine_P, on_L1)
         self.after_core(core, heard[0] or [1] * len(core))
         began = dict(zip(going + start, heard[3] or [1] * (len(going) + len(start))))
         for request, token, fine in zip(finish, heard[1], heard[2]):
@@ -742,7 +742,7 @@ class Engine:
 
     def kept(self):
         """What there is for each slot."""
-        return self.state | ({"x": self.watch.x_BTD, "past": self.watch.past} if self.exit else {})
+        return self.state | ({"x": self.watch.x_BTD, "past": self.watch.past} if self.exit else {}) | dict(enumerate(self.shelves.halves))
 
     def cancel(self, request):
         """Nobody wants more of it."""
@@ -759,6 +759,8 @@ class Engine:
             request.slot = None
 
     def fail(self, request, error):
+        for kept in self.shelves.scratch if request.slot is not None else ():
+            kept[:, request.slot] = 0                         # a NaN would live on in the next request's: even a share of 0 of it is one
         self.cancel(request)
         request.error = error
         self.events.append((request, None))
@@ -778,8 +780,8 @@ class Engine:
         """A step of each one's own; None or who goes on."""
         rows = [[request.slot, request.step, *self.shelves.core_row(request)] for request in requests]
         self.counts.update(core_calls=1, core_rows=len(rows), core_keys=sum(row[4] for row in rows))
-        on_A = self.passes["core"](*self.table("core", rows), None if self.depthwise else requests[0].step)
-        return on_A if on_A is None else on_A[: len(rows)]
+        on_A1 = self.passes["core"](*self.table("core", rows), None if self.depthwise else requests[0].step)
+        return on_A1 if on_A1 is None else on_A1[: len(rows)]
 
     def core_pass(self, table, rows, step):
         """table: slot, step, ...; step: of all rows, or None."""
@@ -832,8 +834,8 @@ class Engine:
         if going:
             goes = set(going)
             table[: len(going), 1] = token_P if len(going) == len(finish) else token_P[[i for i, request in enumerate(finish) if request in goes]]
-        on_L = self.passes["start"](table, filled)
-        return on_L if on_L is None else on_L[: len(rows)]
+        on_L1 = self.passes["start"](table, filled)
+        return on_L1 if on_L1 is None else on_L1[: len(rows)]
 
     def start_pass(self, table, rows):
         """table: slot, token, position, ..."""

@@ -1,9 +1,9 @@
-"""A test counts once it has been seen to fail: each mistake below, put into model.py, must make the named test fail.
+"""A test counts once it has been seen to fail: each mistake below, put into model.py or sample.py, must make the named test fail.
 
     python -m pytest -q tests/test_mutants.py
 
-A mistake is a piece of model.py and what stands there instead. It is never written to disk: the changed source is
-executed under the name `model`, the test's module is imported anew, and its function called. (mutate.py tries mistakes
+A mistake is a piece of one of the two and what stands there instead. It is never written to disk: the changed source is
+executed under the file's name, the test's module is imported anew, and its function called. (mutate.py tries mistakes
 that nobody thought of.)
 """
 import contextlib
@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow
-SOURCE = (Path(__file__).parent.parent / "model.py").read_text(encoding="utf-8")
+SOURCES = {name: (Path(__file__).parent.parent / f"{name}.py").read_text(encoding="utf-8") for name in ("model", "sample")}
+ANEW = ("model", "sample", "tiny", "train")                      # what holds parts of them
 
 MUTANTS = {
     # ---- attention
@@ -34,7 +35,7 @@ MUTANTS = {
         "position_AT.device) < position_AT[..., None].clamp(min=1)",
         "test_cache::test_a_few_new_tokens_see_all_ten_stored_ones"),
     "rows of other lengths see each other's padding": (
-        "if T > 1 or not (level or row_n):",
+        "if T > 1 or not (level or span_A):",
         "if T > 1:",
         "test_cache::test_cached_logits_equal_the_full_forward"),
     "RoPE begins again with every piece": (
@@ -207,8 +208,8 @@ MUTANTS = {
         "(by_AC - by_AC.flatten().sort(descending=True).values[k * len(by_AC) - 1]).sort(dim=1, descending=True).indices[:1].expand(len(by_AC), -1)[:, :k]",
         "test_routing::test_the_gathered_pass_equals_a_dense_one_that_masks"),
     "who has stopped goes on": (
-        "keep_AC if real_AC is None else keep_AC & real_AC\n",
-        "keep_AC\n",
+        "keep_AC = keep_AC if real_AC is None else keep_AC & real_AC\n",
+        "pass\n",
         "test_routing::test_cached_logits_equal_the_full_forward_for_unequal_prompts"),
     "steps share their arrivals": (
         "self.arrived = [[0] * n_rows for _ in range(depth)]",
@@ -219,8 +220,8 @@ MUTANTS = {
         "for row, new in zip(range(self.n_rows), [C] * self.n_rows):",
         "test_routing::test_cached_logits_equal_the_full_forward_for_unequal_prompts"),
     "rows that stopped are read in place of those that go on": (
-        "zip(q_ATHK, seat.row_n, masks)",
-        "zip(q_ATHK, enumerate(n for _, n in seat.row_n), masks)",
+        "for row, n in zip(row_A, n_A)]",
+        "for row, n in enumerate(n_A)]",
         "test_routing::test_cached_logits_equal_the_full_forward_for_unequal_prompts"),
     "a slot that grows forgets": (
         "[:, :, :n_places] = old.view",
@@ -235,8 +236,8 @@ MUTANTS = {
         "return logit_AC, logit_AC >= who.threshold, aux_AC",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "the auxiliary router pulls at the state": (
-        "router.aux_units[step](x_ACD.detach())",
-        "router.aux_units[step](x_ACD)",
+        "of_step(router.aux_units, step, x_ACD.detach())",
+        "of_step(router.aux_units, step, x_ACD)",
         "test_routing::test_an_auxiliary_router_learns_beside_the_model_and_changes_nothing_in_it"),
     "the balancing bias weighs": (
         "self.alpha * p_BTR.gather",
@@ -259,8 +260,8 @@ MUTANTS = {
         "        return True",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
     "the threshold counts at step 0": (
-        "if share >= 1:",
-        "if share > 1:",
+        "if isinstance(step, int) and share >= 1:",
+        "if isinstance(step, int) and share > 1:",
         "test_routing::test_a_threshold_of_zero_sends_everyone_all_the_way_and_one_sends_nobody_on"),
     "the router's own loss counts three times": (
         "self.cfg.router_weight, aux)",
@@ -279,8 +280,8 @@ MUTANTS = {
         "logits.logsumexp(-1).abs()",
         "test_routing::test_the_routers_own_losses_are_those_of_plain_loops"),
     "token-choice scores every step": (
-        "== step + 1\n",
-        ">= 0\n",
+        "== step + 1)[..., None]",
+        ">= 0)[..., None]",
         "test_routing::test_logits_and_depths_equal_the_specification_at_every_depth"),
 
     # ---- initial values
@@ -315,23 +316,23 @@ MUTANTS = {
         "        self.length_B = stop_B\n        if B != self.n_rows",
         "test_cache::test_a_call_past_the_caches_end_is_refused_and_changes_nothing"),
     "the mean gives the last step half": (
-        "1 / (step + 1)",
-        "0.5 if step else 1.0",
+        "lambda step: 1.0 / (step + 1)",
+        "lambda step: 0.5 if step else 1.0",
         "test_cache::test_compressed_caches_equal_the_specification"),
     "first keeps the second": (
-        "kept if step else new",
-        "kept if step > 1 else new",
+        "1.0 * (step == 0)",
+        "1.0 * (step <= 1)",
         "test_cache::test_compressed_caches_equal_the_specification"),
     "last keeps the first": (
-        '"last": lambda kept, new, step: new',
-        '"last": lambda kept, new, step: kept if step else new',
+        "1.0 + 0.0 * step",
+        "1.0 * (step == 0)",
         "test_cache::test_compressed_caches_equal_the_specification"),
     "a compressed entry stays the last step's": (
-        "slot[:, place_C] = kept[:, rows] = self.fold",
-        "kept[:, rows] = self.fold",
+        "slot[:, place_C] = kept[:, rows] = torch.lerp(",
+        "kept[:, rows] = torch.lerp(",
         "test_cache::test_compressed_caches_equal_the_specification"),
     "cached keys have the weights' dtype": (
-        "return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else",
+        'return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else',
         "return",
         "test_cache::test_the_cache_has_the_dtype_of_the_keys"),
 
@@ -499,8 +500,8 @@ MUTANTS = {
 
     # ---- early exit
     "the exit score compares with the first step": (
-        "who.put(self.log_p_BTV, log_p_ACV)",
-        "log_p_ACV if self.log_p_BTV is None else self.log_p_BTV",
+        "self.past, who.put(self.past, log_p_ACV)",
+        "self.past, log_p_ACV if self.past is None else self.past",
         "test_exit::test_exit_by_kl_compares_the_predictions_of_a_step_and_of_the_one_before"),
     "the exit score is the other way round": (
         "log_p_ACV.exp() * (log_p_ACV - who.take(last))",
@@ -511,11 +512,11 @@ MUTANTS = {
         "(log_p_ACV - who.take(last))).sum(-1)",
         "test_exit::test_an_exit_threshold_of_zero_keeps_even_a_state_at_rest"),
     "the exit gate's chances are not added up": (
-        "log_stay_AC1 = log_stay_AC1 + who.take(self.log_stay_BT1)",
+        "log_stay_AC1 = log_stay_AC1 + who.take(self.past)",
         "pass",
         "test_exit::test_exit_by_cdf_adds_up_the_exit_gates_chances"),
     "who leaves stays": (
-        "return who.pick(compact(~self.leaves(x_ACD, who), who.real_AC), *h_BTD.shape[:2])",
+        "return who.pick(who.tell(~self.leaves(x_ACD, who), who.real_AC), *h_BTD.shape[:2])",
         "self.leaves(x_ACD, who)\n        return who",
         "test_exit::test_a_token_that_left_by_exit_is_computed_no_more"),
     "a token is read with its first features": (
@@ -562,26 +563,198 @@ MUTANTS = {
         "score = 0 if exit is None else depth * EXITS[exit].flops(self) + (readings",
         "score = 0 if exit is None else (readings",
         "test_exit::test_exit_flops_are_the_flops_of_a_real_forward"),
+
+    # ---- the engine
+    "a router is asked for another row's step": (
+        "step[..., None].clamp(max=len(units) - 1))",
+        "step.flip(0)[..., None].clamp(max=len(units) - 1))",
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
+    "rows at any step have the first step's share": (
+        "[step.clamp(max=len(numbers) - 1)]",
+        "[step.clamp(max=0)]",
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
+    "flags forget that a step takes all": (
+        "decided_AC = decided_AC | (share >= 1)",
+        "pass",
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
+    "flags let go again who has stopped": (
+        "return None, None, keep_AC if real_AC is None else keep_AC & real_AC",
+        "return None, None, torch.ones_like(keep_AC)",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "rows end with the first row's step": (
+        "(who.take(who.wanted_BT1)[..., 0] == step + 1)[..., None]",
+        "(who.take(who.wanted_BT1)[..., 0] == (step if isinstance(step, int) else step[0]) + 1)[..., None]",
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
+    "rows share the first row's low-rank additions": (
+        "step if isinstance(step, int) else step[:, 0]",
+        "step if isinstance(step, int) else step[:1, 0].expand(len(step))",
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
+    "the low-rank pair of a step is cut like rows": (
+        "x if x is None or x.dim() < 3 else x[:n]",
+        "x if x is None else x[:n]",
+        "test_serve::test_rows_of_an_engine_at_one_step_share_its_low_rank_additions"),
+    "a token may leave after its first step": (
+        "default, fresh, width = 5e-4, -math.inf,",
+        "default, fresh, width = 5e-4, 0.0,",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "the next token begins with the last one's exit score": (
+        "        self.past[row_n] = self.fresh",
+        "        pass",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "a span reads one place too many": (
+        "k_1GPK[:, :, first:end], v_1GPK[:, :, first:end]",
+        "k_1GPK[:, :, first : end + 1], v_1GPK[:, :, first : end + 1]",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "a kernel sees one place too many": (
+        "column_S < n_A[:, None]",
+        "column_S <= n_A[:, None]",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "a kernel reads places of others where it sees none": (
+        "(first_A[:, None] + column_S).where(there_AS, first_A[:, None])",
+        "(first_A[:, None] + column_S).clamp(max=len(k_PGK) - 1)",
+        "test_serve::test_a_request_with_damaged_logits_fails_alone_and_leaves_its_slot_of_the_engine_clean"),
+    "a lot is drawn in float32": (
+        "step if isinstance(step, int) else step.double()",
+        "step if isinstance(step, int) else step.float()",
+        "test_serve::test_a_lot_is_the_same_for_a_row_of_an_engine_and_for_a_whole_step"),
+    "free runs of places stay in pieces": (
+        "            if first == self.free[-1][1]:",
+        "            if False:",
+        "test_serve::test_serve_starves_nobody_and_keeps_nothing"),
+    "a window that moves leaves its entries behind": (
+        "store[:, new.first : new.first + span.used] = store[:, span.first : span.first + span.used]",
+        "pass",
+        "test_serve::test_routed_windows_of_an_engine_grow_by_a_unit_where_they_lie_or_elsewhere"),
+    "windows always move": (
+        "if first == end and stop - first >= UNIT:",
+        "if False:",
+        "test_serve::test_routed_windows_of_an_engine_grow_by_a_unit_where_they_lie_or_elsewhere"),
+    "later windows are as long as the text": (
+        "if self.by_arrival else n for lane",
+        "if False else n for lane",
+        "test_serve::test_engine_memory_is_what_was_declared_to_the_byte"),
+    "kv=share has a lane for each step": (
+        'if how == "full" and cfg.kv != "share" else',
+        'if how == "full" else',
+        "test_serve::test_engine_memory_is_what_was_declared_to_the_byte"),
+    "scratch is not counted": (
+        "*self.scratch, *self.halves))",
+        "*self.halves))",
+        "test_serve::test_engine_memory_is_what_was_declared_to_the_byte"),
+    "the kept half is taken from the row at hand": (
+        "torch.where(self.first_A111[:n], made, self.kept[self.slot_A[:n]])",
+        "made",
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
+    "who left the loop is not seen by later steps": (
+        "store[:, target] = store[:, source]",
+        "pass",
+        "test_serve::test_engine_text_is_that_of_generate_alone"),
+    "all rows fold as step 0": (
+        "            share = self.share(step)\n            share",
+        "            share = self.share(step * 0)\n            share",
+        "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
+    "the youngest is taken in first": (
+        "            if not self.shelves.take(self.waiting[0]):",
+        "            self.waiting.rotate(1)\n            if not self.shelves.take(self.waiting[0]):",
+        "test_serve::test_serve_admits_in_turn_and_as_soon_as_there_is_room"),
+    "who was put aside waits at the end": (
+        "self.waiting.appendleft(request)",
+        "self.waiting.append(request)",
+        "test_serve::test_serve_admits_in_turn_and_as_soon_as_there_is_room"),
+    "who was put aside has lost its state": (
+        "                x[request.slot] = state[name]",
+        "                pass",
+        "test_serve::test_who_is_put_aside_by_an_engine_comes_back_as_it_was"),
+    "who was put aside has lost the half that it kept": (
+        " | dict(enumerate(self.shelves.halves))",
+        "",
+        "test_serve::test_who_is_put_aside_by_an_engine_comes_back_as_it_was"),
+    "who was put aside has lost its K and V": (
+        "            self.shelves.write(request, held)",
+        "            pass",
+        "test_serve::test_who_is_put_aside_by_an_engine_comes_back_as_it_was"),
+    "a failed request leaves its scratch behind": (
+        "            kept[:, request.slot] = 0  ",
+        "            pass  ",
+        "test_serve::test_a_request_with_damaged_logits_fails_alone_and_leaves_its_slot_of_the_engine_clean"),
+    "one request's damage is everyone's": (
+        "fine_P = torch.isfinite(logits_PV).all(-1)",
+        "fine_P = torch.isfinite(logits_PV).all().expand(len(logits_PV))",
+        "test_serve::test_a_request_with_damaged_logits_fails_alone_and_leaves_its_slot_of_the_engine_clean"),
+    "a request that is done keeps its slot": (
+        "            self.free.append(request.slot)\n",
+        "            pass\n",
+        "test_serve::test_a_stop_frees_a_slot_of_the_engine_at_once"),
+    "the stop token does not stop": (
+        "if token == request.stop or len(",
+        "if len(",
+        "test_serve::test_serve_streams_each_token_once_in_order_and_a_stop_ends_a_text"),
+    "a token's events come again": (
+        "events, self.events = self.events, []",
+        "events = self.events",
+        "test_serve::test_serve_streams_each_token_once_in_order_and_a_stop_ends_a_text"),
+    "requests draw from one seed": (
+        "rng = generator(seed, self",
+        "rng = generator(0, self",
+        "test_serve::test_serve_does_not_let_the_batch_change_a_text"),
+    "a tick hears twice": (
+        "torch.cat(flat).tolist() if flat",
+        "[n for x in flat for n in x.tolist()] if flat",
+        "test_serve::test_hearing_an_engine_is_one_transfer"),
+    "a tick asks before the end": (
+        "        logits_PV, fine_P = (x[: len(rows)]",
+        "        bool(self.model.embed.weight.sum() > 0)\n        logits_PV, fine_P = (x[: len(rows)]",
+        "test_serve::test_a_tick_of_an_engine_asks_the_device_for_nothing_but_what_it_hears_in_the_end"),
+    "new rows go before those in the loop": (
+        "key=lambda request: request.step == 0)[: self.core_rows]",
+        "key=lambda request: request.number)[:1]",
+        "test_serve::test_rows_of_an_engine_at_different_steps_share_a_call"),
+    "later steps make shared keys again": (
+        "n_first = None if n_first == len(rows) else n_first",
+        "n_first = None",
+        "test_serve::test_an_engine_makes_shared_keys_and_values_at_step_0_alone"),
+    "keys read are not counted from the window": (
+        "core_keys=sum(row[4] for row in rows)",
+        "core_keys=sum(row[4] - 1 for row in rows)",
+        "test_serve::test_the_counts_of_an_engine_are_those_of_the_steps_that_its_tokens_took"),
+    "a cancelled request goes on waiting": (
+        "            self.waiting.remove(request)\n",
+        "            pass\n",
+        "test_serve::test_who_is_cancelled_leaves_the_engine_and_the_others_write_on"),
+    "too long a request is taken": (
+        "        if request.n_places > self.n_places:\n",
+        "        if False:\n",
+        "test_serve::test_an_engine_refuses_a_request_with_the_numbers"),
+    "passes are filled up to no fixed number": (
+        'self.core_rows if name == "core" else',
+        'len(rows) if name == "core" else',
+        "test_serve::test_a_step_of_an_engine_computes_its_rows_alone_and_in_fixed_passes_always_as_many"),
+    "a prompt is read again for larger windows": (
+        "self.wait(request, sizes, lambda: self.shelves.adopt(request, cache))",
+        'self.counts["prompt_tokens"] += 1; self.wait(request, sizes, lambda: self.shelves.adopt(request, cache))',
+        "test_serve::test_a_prompt_that_overflows_its_windows_waits_for_larger_ones_in_an_engine"),
 }
 
 
 def mutated(old, new):
-    assert SOURCE.count(old) == 1, f"model.py holds {SOURCE.count(old)} times {old!r}; bring this list up to date"
-    return SOURCE.replace(old, new)
+    """(file's name, its source with the mistake)"""
+    holds = [name for name, source in SOURCES.items() for _ in range(source.count(old))]
+    assert len(holds) == 1, f"{old!r} stands {len(holds)} times in model.py and sample.py; bring this list up to date"
+    return holds[0], SOURCES[holds[0]].replace(old, new)
 
 
 @contextlib.contextmanager
-def in_place_of_model(source):
-    """sys.modules["model"] made from `source`, and every test module imported anew on top of it."""
-    names = [name for name in sys.modules if name in ("model", "tiny", "train") or name.startswith("test_")]
-    kept = {name: sys.modules.pop(name) for name in names}
-    module = sys.modules["model"] = types.ModuleType("model")
-    module.__file__ = "model.py"
+def in_place_of(name, source):
+    """sys.modules[name] made from `source`, and every test module imported anew on top of it."""
+    fresh = lambda: [name for name in sys.modules if name in ANEW or name.startswith("test_")]  # noqa: E731
+    kept = {name: sys.modules.pop(name) for name in fresh()}
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__ = f"{name}.py"
     try:
-        exec(compile(source, "model.py", "exec"), vars(module))
+        exec(compile(source, f"{name}.py", "exec"), vars(module))
         yield
     finally:
-        for name in [name for name in sys.modules if name in ("model", "tiny", "train") or name.startswith("test_")]:
+        for name in fresh():
             del sys.modules[name]
         sys.modules.update(kept)
 
@@ -606,14 +779,14 @@ def run_test(where):
 @pytest.mark.parametrize("mistake", MUTANTS)
 def test_a_mistake_is_found(mistake):
     old, new, where = MUTANTS[mistake]
-    with in_place_of_model(mutated(old, new)):
+    with in_place_of(*mutated(old, new)):
         with pytest.raises((AssertionError, pytest.fail.Exception, RuntimeError, IndexError, ValueError)):     # not a NameError
             run_test(where)
 
 
 @pytest.fixture(scope="module")
 def unchanged():
-    with in_place_of_model(SOURCE):
+    with in_place_of("model", SOURCES["model"]):
         yield
 
 

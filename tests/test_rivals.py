@@ -368,7 +368,7 @@ def test_a_vector_of_steps_gives_every_row_the_lora_of_its_own(keys):
     model = loud(tiny(**RRT, **keys)).double()
     x_BTD, lora, block = torch.randn(3, 5, 16).double(), model.recursion.lora, model.recursion.core[1]
     cos, sin = model.positions.tables(torch.arange(5)[None])
-    together = block(x_BTD, cos, sin, None, lora.at(torch.tensor([0, 2, 1]), 1))
+    together = block(x_BTD, cos, sin, None, lora.at(torch.tensor([[0], [2], [1]]), 1))
     for row, step in enumerate([0, 2, 1]):
         torch.testing.assert_close(together[row], block(x_BTD[row, None], cos, sin, None, lora.at(step, 1))[0])
     assert not torch.allclose(together[0], block(x_BTD[:1], cos, sin, None, lora.at(1, 1))[0])

@@ -4,6 +4,7 @@
 """
 import ast
 import contextlib
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 from tiny import loud, some_ids, tiny
 
 import model as model_py
+import sample as sample_py
 
 SHAPE = re.compile(r"_([ABTSCLMNnDGHKFVEPQR1]+)$")
 # One Python number per row; and a table whose name happens to end in letters of the alphabet.
-LISTS = {"n_new_B", "length_B", "start_B", "stop_B", "last_B", "next_B", "n_A", "n_L", "n_new_A", "row_A", "start_A", "row_n", "OWN_CACHES"}
+LISTS = {"n_new_B", "length_B", "start_B", "stop_B", "last_B", "next_B", "n_A", "n_L", "n_new_A", "row_A", "start_A", "span_A", "OWN_CACHES"}
 
 
 def named_tensors(scope):
@@ -43,13 +45,13 @@ def lies(scope, cfg):
 
 @contextlib.contextmanager
 def watch(cfg, seen, found):
-    """Look at the variables of every function of model.py when it returns, and into the objects that it handles."""
+    """Look at the variables of every function of model.py and sample.py when it returns, and into the objects that it handles."""
     def look(scope, where):
         seen.update(name for name, _, _ in named_tensors(scope))
         found.update(f"{where}: {lie}" for lie in lies(scope, cfg))
 
     def profile(frame, event, arg):
-        if event == "return" and frame.f_code.co_filename == model_py.__file__:
+        if event == "return" and frame.f_code.co_filename in (model_py.__file__, sample_py.__file__):
             look(frame.f_locals, frame.f_code.co_qualname)
             for value in [*frame.f_locals.values(), arg]:
                 if type(value).__module__ == model_py.__name__:                    # Seat, Who, KVCache, Output
@@ -75,8 +77,20 @@ def run_everything(keys, seen, found):
         for exit in () if cfg.n_recur == 1 or not cfg.any_depth or cfg.router == "token" else ("kl", "cdf")[: 1 + (cfg.loss == "every")]:
             model.generate(prompts, 3, exit=exit, exit_threshold=0.3)
         model.generate(some_ids(2, 5), 3, use_cache=False, temperature=0)
+        serve(model)
         cache = model_py.make_cache(model, 2, 12)
         model.feed(some_ids(2, 5), cache, None, [5, 2], every=True)
+
+
+def serve(model):
+    """Requests of several lengths, depth-wise with early exit where the model can do it."""
+    able = model.cfg.any_depth and model.cfg.n_recur > 1
+    exits = [None] * (not able or model.cfg.loss == "every") + ["kl"] * (able and model.cfg.router != "token") + ["cdf"] * (able and model.cfg.loss == "every")
+    for exit, depthwise in itertools.product(exits or [None], [False, True][: 1 + able]):
+        engine = sample_py.Engine(model, slots=3, exit=exit, depthwise=depthwise, cache="mean" if model.cfg.compressible and able else "full")
+        for prompt, n, temperature in (([1], 3, 0), ([2, 3, 4], 2, 0.7), ([5], 4, 0.7), ([6], 2, 0)):
+            engine.submit(prompt, n, temperature=temperature)
+        assert len(list(engine.run())) == 11
 
 
 ROUTED = [dict(grt, router=router, kv=kv, **more) for grt in [dict(n_prelude=1, n_core=2, n_recur=3, n_coda=1)] for kv in ("own", "share", "share_k")
