@@ -165,7 +165,7 @@ def test_a_snippet_that_begins_with_imports_runs(monkeypatch):
     ran = [block for block in blocks() if block.startswith(("import ", "from "))]
     assert ran
     for block in ran:
-        with torch.device("meta"):                                      # shapes alone: nothing large is allocated
+        with torch.device("cpu" if "Engine" in block else "meta"):      # shapes alone: nothing large is allocated; but a text has to be real
             exec(compile(block, "README.md", "exec"), {})
 
 
