@@ -33,7 +33,8 @@ the length of the text, in place of both.
 serve: a queue of requests with an empty prompt and lengths from a normal distribution, all greedy. A config without a router
 is the baseline of those named after it: sequence by sequence, at --slots in flight and at as many as each of theirs. A routed one
 serves depth-wise: (a) as many in flight, (b) with as many rows in the core, those outside it more in flight, (c) as many in flight
-as the baseline's K/V memory holds, and (a) with windows as long as the text. tokens/s are of the steady state: from --warmup
+as the baseline's K/V memory holds, (d) as (b) with finish and start waiting for as many rows, so more in flight, and (a) with windows
+as long as the text. tokens/s are of the steady state: from --warmup
 tokens for each request in flight until the queue is empty. `ceiling` is the ratio of FLOPs counted in that time, per token;
 `share` how much of it the ratio reaches. Cache writes are in the time; `unwritten`, one run more, leaves them out, as the paper does. Exits are
 imposed (balanced: of N tokens in a row each takes another number of steps) or the router's own (learned).
@@ -117,7 +118,8 @@ class BenchConfig:
     length_mean: float = key(16.0, "serve: mean of the requests' lengths")
     length_std: float = key(4.0, "serve: their standard deviation; clipped to 1 .. block_size - 1")
     warmup: int | None = key(None, "serve: tokens for each request in flight before time is taken; None = length_mean")
-    finish_rows: int = key(1, "serve: with a full core, finish waits for so many rows")
+    finish_rows: int = key(1, "serve: with a full core, finish waits for so many rows (row d: for --slots)")
+    rows: list[str] = key(["a", "long", "b", "c", "d"], "serve: which rows of a routed config")
     exits: str = key("balanced", "serve: steps of a routed token: balanced = imposed, each number equally often; learned = the router's own", choices=("balanced", "learned"))
     run: str | None = key(None, "serve: folder of a trained run to serve too, after a dense baseline of its shape")
     batches: list[int] = key([], "serve: tokens/s at so many requests in flight instead, for example 1,2,4,8,16,32,64")
@@ -725,13 +727,13 @@ class Plan(NamedTuple):
     """A row of serve's table: who is served, how many requests at a time, by an engine of which options."""
     config: str
     slots: int
-    kind: str                             # baseline; a, b, c; long: a with windows as long as the text
+    kind: str                             # baseline; a, b, c, d; long: a with windows as long as the text
     options: dict = {}
     title = property(lambda self: f"{self.config}, {KINDS_OF_SERVING[self.kind].format(**{'slots': self.slots, **self.options})}")
 
 
-KINDS_OF_SERVING = {"baseline": "{slots} in flight", "a": "a: {slots} in flight", "b": "b: {core_rows} core rows kept full", "c": "c: {slots}, the baseline's K/V memory",
-                    "long": "a, windows as long as the text"}
+KINDS_OF_SERVING = {"baseline": "{slots} in flight", "a": "a: {slots} in flight", "long": "a, windows as long as the text",
+                    "b": "b: {core_rows} core rows kept full", "c": "c: {slots}, the baseline's K/V memory", "d": "d: {core_rows} rows in every pass"}
 
 
 def queue_of(s, cfgs, n):
@@ -837,12 +839,15 @@ def plans_of(cfgs, lengths, s, dtype):
         fits[name] = most_that_fit(cfgs[name], n_places, dtype, allocated(cfgs[base], s.slots, n_places, dtype))
     for name, cfg in cfgs.items():
         if cfg.router == "none":
-            others = {slots for routed, base in above.items() if base == name for slots in (with_full_core(cfgs[routed], s), fits[routed])} - {s.slots, 0}
+            others = {slots for routed, base in above.items() if base == name
+                      for kind, slots in (("b", with_full_core(cfgs[routed], s)), ("c", fits[routed])) if kind in s.rows} - {s.slots, 0}
             plans += [Plan(name, slots, "baseline") for slots in [s.slots, *sorted(others)]]
         else:
-            pooled = {"finish_rows": s.finish_rows}
-            plans += [Plan(name, s.slots, "a", pooled), Plan(name, s.slots, "long", {"by_arrival": False, **pooled}),
-                      Plan(name, with_full_core(cfg, s), "b", {"core_rows": s.slots, **pooled}), *[Plan(name, fits[name], "c", pooled)] * (fits[name] > 0)]
+            pooled, full = {"finish_rows": s.finish_rows}, {"core_rows": s.slots}
+            these = [Plan(name, s.slots, "a", pooled), Plan(name, s.slots, "long", {"by_arrival": False, **pooled}),
+                     Plan(name, with_full_core(cfg, s), "b", full | pooled), Plan(name, fits[name], "c", pooled),
+                     Plan(name, with_full_core(cfg, s) + s.slots, "d", full | {"finish_rows": s.slots})]
+            plans += [plan for plan in these if plan.kind in s.rows and plan.slots]
     return plans, fits
 
 
@@ -882,10 +887,11 @@ def compare_rows(rows, above):
 def gains_of(rows):
     """{routed config: the gain over the baseline, factor by factor}"""
     found = {}
-    for name in dict.fromkeys(row["config"] for row in rows if row["kind"] == "a"):
+    for name in dict.fromkeys(row["config"] for row in rows if row["kind"] != "baseline"):
         of = {row["kind"]: row["ratio"] for row in rows if row["config"] == name}
-        found[name] = {"fewer steps": of["long"], "smaller windows": of["a"] / of["long"], "fuller core": of["b"] / of["a"],
-                       "the batch that fits the baseline's memory": of["c"] / of["b"] if "c" in of else None}
+        over = lambda a, b: of[a] / of[b] if a in of and b in of else None       # noqa: E731, B023
+        found[name] = {"fewer steps": of.get("long"), "smaller windows": over("a", "long"), "fuller core": over("b", "a"),
+                       "full passes outside it": over("d", "b"), "or the batch that fits the baseline's memory": over("c", "a")}
     return found
 
 
@@ -1789,7 +1795,8 @@ KEYS = {"table": ["to"], "ladder": ["seeds", "jobs", "results", "threads"], "cou
         "generate": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads"],
         "decode": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads", "paper", "contexts"],
         "steps": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads"],
-        "serve": ["repeats", "against", "threads", "paper", "slots", "requests", "length_mean", "length_std", "warmup", "finish_rows", "exits", "run", "batches"]}
+        "serve": ["repeats", "against", "threads", "paper", "slots", "requests", "length_mean", "length_std", "warmup", "finish_rows", "rows", "exits", "run",
+                  "batches"]}
 # (mode, --paper): what a key is where the command line says nothing, in place of a training run's; and the configs where none is named.
 SHAPES = {("decode", False): dict(batch_size=4, prompt_tokens=128, new_tokens=64), ("serve", False): dict(repeats=3),
           ("decode", True): dict(batch_size=4, prompt_tokens=1024, new_tokens=128, block_size=1152, vocab_size=50304),

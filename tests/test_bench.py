@@ -605,17 +605,21 @@ def test_serve_shows_the_baseline_and_each_way_to_serve_depth_wise(go, mor):
     lines, record, _ = go("serve", "dense.py", "toy.py", **SERVED)
     rows, N = record["rows"], 3
     fits = record["fits"]["toy"]
-    assert [(row["config"], row["kind"]) for row in rows] == [("dense", "baseline")] * len({3, 5, fits}) + [("toy", kind) for kind in ("a", "long", "b", "c")]
-    assert [row["in_flight"] for row in rows] == [*[3, *sorted({5, fits} - {3})], 3, 3, 3 + math.ceil(2 * 3 / (N + 1)), fits]
+    assert [(row["config"], row["kind"]) for row in rows] == [("dense", "baseline")] * len({3, 5, fits}) + [("toy", kind) for kind in ("a", "long", "b", "c", "d")]
+    assert [row["in_flight"] for row in rows] == [*[3, *sorted({5, fits} - {3})], 3, 3, 3 + math.ceil(2 * 3 / (N + 1)), fits, 3 + math.ceil(2 * 3 / (N + 1)) + 3]
     assert "exits balanced: imposed" in lines[0] and "18 requests" in lines[0] and lines[2].startswith("dense, 3 in flight")
     by = {row["kind"]: row for row in rows[::-1]}
     assert by["baseline"]["ratio"] == by["baseline"]["share"] == by["baseline"]["ceiling"] == 1 and by["b"]["core_mean"] <= 3 < by["b"]["in_flight"]
     for row in rows:
-        assert row["ratio"] > 0 and row["share"] == pytest.approx(row["ratio"] / row["ceiling"]) and row["ratio_same"] > 0
+        assert row["ratio"] > 0 and row["share"] == pytest.approx(row["ratio"] / row["ceiling"]) and (row["kind"] == "d" or row["ratio_same"] > 0)
         assert row["whole_tokens_per_second"] > 0 and row["unwritten_per_second"] > 0 and row["kv_bytes"] > 0
     assert by["long"]["kv_bytes"] >= by["a"]["kv_bytes"] and by["long"]["flops_per_token"] > by["a"]["flops_per_token"]
     gains = record["gains"]["toy"]
-    assert math.prod(gains.values()) == pytest.approx(by["c"]["ratio"]) and math.prod(list(gains.values())[:3]) == pytest.approx(by["b"]["ratio"])
+    steps, windows, core, passes, fit = gains.values()
+    assert steps * windows * core * passes == pytest.approx(by["d"]["ratio"]) and steps * windows * fit == pytest.approx(by["c"]["ratio"])
+    assert by["d"]["finish_mean"] > by["b"]["finish_mean"]
+    _, record, _ = go("serve", "dense.py", "toy.py", **SERVED, rows=["d"])
+    assert [(row["kind"], row["in_flight"]) for row in record["rows"]] == [("baseline", 3), ("d", 8)]
     assert f"holds {fits} requests" in lines[-1] and "(3 x 2N/(N+1) is 4)" in lines[-1]
 
 
