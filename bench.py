@@ -123,6 +123,7 @@ class BenchConfig:
     exits: str = key("balanced", "serve: steps of a routed token: balanced = imposed, each number equally often; learned = the router's own", choices=("balanced", "learned"))
     run: str | None = key(None, "serve: folder of a trained run to serve too, after a dense baseline of its shape")
     batches: list[int] = key([], "serve: tokens/s at so many requests in flight instead, for example 1,2,4,8,16,32,64")
+    fixed: bool | None = key(None, "decode: one more row, by the serving engine in passes of fixed shapes (on CUDA as graphs); None = on CUDA")
     threads: int = key(1, "CPU threads (ladder: of each run)")
     to: str | None = key(None, "table: the file to write; None = PUBLISHED.md")
     seeds: list[int] = key([1, 2, 3], "ladder: the seeds of every config")
@@ -374,6 +375,27 @@ def generate_step(cfg, s, device, autocast, use_cache, dtype="float32", compiled
                lambda: [*model.parameters(), *model.buffers()])
 
 
+def engine_step(cfg, s, device, dtype, compiled):
+    """The same as generate_step, by the serving engine in passes of fixed shapes: on CUDA replayed as graphs, without a launch per operation."""
+    check_length(cfg, s)
+    model, setup = build(cfg, device, dtype, compiled)
+    prompts = torch.randint(cfg.vocab_size, (s.batch_size, s.prompt_tokens)).tolist()
+    engine = Engine(model, s.batch_size, n_places=s.prompt_tokens + s.new_tokens - 1, depth=s.depth, cache=s.cache, depthwise=False, fixed=True)
+
+    def step():
+        start, requests = clock(device), [engine.submit(prompt, s.new_tokens) for prompt in prompts]
+        while not all(request.text for request in requests):
+            engine.tick()
+        to_first = clock(device) - start
+        while engine.busy:
+            engine.tick()
+        return to_first
+
+    return Run(step, 0, s.batch_size * s.new_tokens,
+               {"setup_seconds": setup, "batch_size": s.batch_size, "prompt_tokens": s.prompt_tokens, "new_tokens": s.new_tokens},
+               lambda: [*model.parameters(), *model.buffers(), *(store for space in engine.shelves.spaces.values() for store in space.stores)])
+
+
 def generate(all_settings, cfgs, device, dtype, autocast):
     s = next(iter(all_settings.values()))
     if s.compile is True:
@@ -592,9 +614,12 @@ def decode(all_settings, cfgs, device, dtype, autocast):
     compiled = want_compile(s.compile, device)
     if s.contexts:
         return lengthen(all_settings, cfgs, device, dtype, compiled)
-    kinds = {name: {f"{name} {kind}": kind == "compiled" for kind in ("eager", "compiled")[: 1 + compiled]} for name in cfgs}
-    runs = {key: generate_step(cfgs[name], all_settings[name], device, contextlib.nullcontext(), True, dtype, how)
-            for name, keys in kinds.items() for key, how in keys.items()}
+    fixed = device.type == "cuda" if s.fixed is None else s.fixed
+    ways = ["eager", *["compiled"] * compiled, *[("graphs" if device.type == "cuda" else "fixed") + ", compiled" * compiled] * fixed]
+    kinds = {name: {f"{name} {kind}": kind for kind in ways} for name in cfgs}
+    make = lambda name, kind: (generate_step(cfgs[name], all_settings[name], device, contextlib.nullcontext(), True, dtype, kind == "compiled")  # noqa: E731
+                               if kind in ("eager", "compiled") else engine_step(cfgs[name], all_settings[name], device, dtype, compiled))
+    runs = {key: make(name, kind) for name, keys in kinds.items() for key, kind in keys.items()}
     print(heading("decode", all_settings, cfgs, lambda one, cfg: f"batch {one.batch_size}, {one.prompt_tokens} prompt and {one.new_tokens} new tokens, "
                   f"depth {depth_of(cfg, one)}, cache {one.cache}", f"{device}, weights {dtype}"))
     times, first = interleave(runs, s.repeats, device)
@@ -603,7 +628,7 @@ def decode(all_settings, cfgs, device, dtype, autocast):
         for reference, (key, how) in zip(references, keys.items()):
             rows.append({"name": key, **decode_row(times[key], times[reference], all_settings[name]), "first_seconds": first[key],
                          "flops_ratio": flops_to_decode(cfgs[name], all_settings[name]) / flops_to_decode(*(of[next(iter(cfgs))] for of in (cfgs, all_settings))),
-                         "peak_bytes": peak_bytes(runs[key], device, how), **runs[key].facts})
+                         "peak_bytes": peak_bytes(runs[key], device, "compiled" in how), **runs[key].facts})
             rows[-1]["time_over_flops"] = rows[-1]["time_ratio"] / rows[-1]["flops_ratio"]
     table(rows, [("batch", "batch_size", "", 1), ("prompt", "prompt_tokens", ",", 1), ("new", "new_tokens", ",", 1), ("ms/token", "ms", ".3f", 1),
                  ("spread", "spread_ms", ".3f", 1), ("first ms", "first_token_ms", ".2f", 1), ("prefill tok/s", "prefill_tokens_per_second", ",.0f", 1),
@@ -1793,7 +1818,7 @@ MODES = {"table": publish, "ladder": ladder, "counts": counts, "train": train, "
 KEYS = {"table": ["to"], "ladder": ["seeds", "jobs", "results", "threads"], "counts": ["seq_len", "depth", "threads"],
         "train": ["repeats", "seq_len", "depth", "against", "threads"],
         "generate": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads"],
-        "decode": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads", "paper", "contexts"],
+        "decode": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads", "fixed", "paper", "contexts"],
         "steps": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads"],
         "serve": ["repeats", "against", "threads", "paper", "slots", "requests", "length_mean", "length_std", "warmup", "finish_rows", "rows", "exits", "run",
                   "batches"]}

@@ -889,3 +889,10 @@ def test_counts_stand_beside_the_published_ones_of_the_same_config(go, tmp_path,
     assert [row["counted"] for row in record["published"]] == [n / 1e6, None, 132 * 16, None]
     os.rename("config/toy.py", "toy.py")                                # the same name elsewhere is another config
     assert go("counts", "toy.py")[1]["published"] == []
+
+
+def test_decode_has_a_row_for_the_engine_in_fixed_passes(go):
+    _, record, _ = go("decode", "toy.py", prompt_tokens=3, new_tokens=4, repeats=1, fixed=True)
+    eager, fixed = record["rows"]
+    assert (eager["name"], fixed["name"]) == ("toy eager", "toy fixed") and fixed["ms"] > 0 and 0 < fixed["first_token_ms"]
+    assert fixed["time_ratio"] == fixed["flops_ratio"] == 1 and fixed["peak_bytes"] > 0
