@@ -229,7 +229,7 @@ def test_a_stop_frees_a_slot_of_the_engine_at_once():
         engine.tick()
     assert first.text == text[: text.index(text[2]) + 1] and engine.free == [0] and second.at == "waiting"
     engine.tick()
-    assert second.slot == 0
+    assert second.slot == 0 and engine.free == []
 
 
 @pytest.mark.parametrize("serving", [dict(), dict(n_whole=2), dict(threshold=0, n_whole=1)], ids=str)
