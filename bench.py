@@ -1166,14 +1166,17 @@ OF_RECIPE = {"steps_paper": lambda s, cfg, row: BUDGET / (cfg.flops_per_token(cf
 count_once = functools.cache(GPTConfig.n_params)                               # a model stands in several tables
 grt_flops_of = lambda cfg: cfg.flops_per_token(cfg.block_size, "grt")  # noqa: E731
 TRAINING = "`python train.py {}`"
+SERVED = "`python bench.py serve config/{}.py config/{}.py --paper=true`"
 # What a row's command is, by how its setting and its system begin; else a training run.
 COMMANDS = {("decode memory", ""): "`python bench.py counts {}`",
-            ("latency", ""): "`python bench.py generate {} --batch_size=4 --prompt_tokens=1024 --new_tokens=128 --block_size=1152 --vocab_size=50304`",
+            ("latency", ""): "`python bench.py decode {} --paper=true`",
             ("dynamics", "GRT at depth"): "`python train.py {} && python eval.py depth --out_dir=out/grt_large`",
             ("dynamics", "GRT, gate forced"): "none yet: nothing here forces a gate",
             ("dynamics", "GRT, "): "none yet: gate and update are not measured step by step",
             ("dynamics", "GRT after"): "none yet: predictions are not compared with those of the last step",
-            ("throughput", ""): "none yet: serving, whose batches are filled up as tokens leave, is not here"}
+            ("throughput", "MoR-2"): SERVED.format("smollm/vanilla_360m", "bench/mor2_360m"),
+            ("throughput", "MoR-3"): SERVED.format("smollm/vanilla_360m", "mor_360m"),
+            ("throughput", "MoR-4"): SERVED.format("bench/vanilla_34_360m", "bench/mor4_360m")}
 PROPERTIES = {"depth of its own per token in training": lambda cfg: cfg.router != "none",
               "leaves early while decoding: as predictions settle (exit=kl)": lambda cfg: accepts(cfg, lambda model: model.check_exit("kl", None)),
               "leaves early while decoding: by an exit gate (exit=cdf)": lambda cfg: accepts(cfg, lambda model: model.check_exit("cdf", None)),
@@ -1190,9 +1193,8 @@ COLUMNS = ("system", "command", "layout", "parameters", "tokens", "MFLOP per tok
 OPENING = """# The papers' tables, row by row
 
 Made by `python bench.py table` from the configs and config/published.json; a test makes it again and compares. A command trains the row's
-model (give it an --out_dir, and --dataset), which ends in its validation loss. Loss by depth, decode memory and latency have the command that
-measures them (latency eagerly; compiled decoding is not here), and a row that nothing here measures says *none* and why; few-shot accuracy
-nothing measures, router accuracy `eval.py router`. Parameters, and FLOPs of one forward pass per token at the config's context, are computed
+model (give it an --out_dir, and --dataset), which ends in its validation loss. Loss by depth, decode memory, latency and throughput have the command
+that measures them, and a row that nothing here measures says *none* and why; few-shot accuracy nothing measures, router accuracy `eval.py router`. Parameters, and FLOPs of one forward pass per token at the config's context, are computed
 here at the paper's vocabulary: MoR 49,152, GRT 50,304. *agrees* compares, at the digits that were printed, what follows from a config alone;
 a loss, an accuracy or a time only a run can tell (n.a.). *Not at hand*: the paper has such a row, and its number could not be read for this
 table. What a note calls ours the paper does not say.

@@ -645,15 +645,19 @@ class Engine:
 
     @torch.inference_mode()
     def tick(self):
-        """Take in whom there is room for. One step for the rows in the core; finish, sampling and start for those who wait for it. Then hear
-        once what became of all. A list of (request, token)."""
+        """One step for the rows in the core; finish, sampling and start for those who wait for it; whose last token that is, their slots are
+        free for the next before start. Then hear once what became of all. A list of (request, token)."""
         with self.autocast:
-            self.admit()
             core = self.next_core()
-            finish, start = self.next_outer(core)
-            going = [request for request in finish if len(request.text) + 1 < request.max_new_tokens]        # one more token after this one
+            due = self.outer_is_due(core)
+            finish = self.waits_for("finish") if due else []
             on_A1 = self.pass_core(core) if core else None
             token_P, fine_P = self.pass_finish(finish) if finish else (None, None)
+            going, last = ([request for request in finish if (len(request.text) + 1 < request.max_new_tokens) == more] for more in (True, False))
+            for request in last:
+                self.leave(request)
+            self.admit()
+            start = self.waits_for("start") if due else []
             on_L1 = self.pass_start(finish, token_P, going, start) if going or start else None
         heard = hear(on_A1, token_P, fine_P, on_L1)
         self.after_core(core, heard[0] or [1] * len(core))
@@ -695,18 +699,21 @@ class Engine:
 
     def next_core(self):
         """The rows of the next step. Depth-wise those in the midst of the loop go first, so that they are soon through."""
-        rows = [request for request in self.flying if request.at == "core"]
+        rows = self.waits_for("core")
         if self.depthwise:
             rows = sorted(rows, key=lambda request: request.step == 0)[: self.core_rows]
         for request in rows:
             self.find_place(request)
         return sorted([request for request in rows if request.at == "core"], key=lambda request: request.step)
 
-    def next_outer(self, core):
-        """Who goes through finish and start beside them: (finish, start)."""
-        finish, start = ([request for request in self.flying if request.at == at] for at in ("finish", "start"))
-        ready = len(finish) + len(start) >= self.finish_rows or len(core) < self.core_rows if self.depthwise else not core
-        return (finish, start) if ready else ([], [])
+    def waits_for(self, what):
+        return [request for request in self.flying if request.at == what]
+
+    def outer_is_due(self, core):
+        """Whether finish and start run beside this step."""
+        if not self.depthwise:
+            return not core
+        return len(core) < self.core_rows or len(self.waits_for("finish")) + len(self.waits_for("start")) >= self.finish_rows
 
     def find_place(self, request):
         """For what its next step adds. Where memory is full the youngest make room, and wait again."""

@@ -58,7 +58,7 @@ def test_every_command_in_the_documents_is_understood(where, script, argv, monke
     monkeypatch.chdir(ROOT)
     settings = parse(script, argv)
     if script == "bench":
-        assert settings.words and settings.words[0] in bench.MODES and (settings.files or settings.words == ["table"])
+        assert settings.words and settings.words[0] in bench.MODES and (settings.files or settings.words[0] in ("table", "decode", "serve"))
     if script == "eval":
         assert set(settings.words) <= set(evaluation.PARTS)
     if script == "train" and settings.init_from in ("scratch", "resume"):           # others name a run of the reader's
@@ -165,7 +165,7 @@ def test_a_snippet_that_begins_with_imports_runs(monkeypatch):
     ran = [block for block in blocks() if block.startswith(("import ", "from "))]
     assert ran
     for block in ran:
-        with torch.device("meta"):                                      # shapes alone: nothing large is allocated
+        with torch.device("cpu" if "Engine" in block else "meta"):      # shapes alone: nothing large is allocated; but a text has to be real
             exec(compile(block, "README.md", "exec"), {})
 
 

@@ -465,13 +465,13 @@ def test_every_command_in_the_table_makes_the_model_of_its_row(page, monkeypatch
     commands = [(line, words) for lines in tables_in(page).values() for line in lines for words in re.findall("`([^`]+)`", line.get("command", ""))]
     assert len(commands) > 150
     without = Counter(line["command"].partition(":")[0] for lines in tables_in(page).values() for line in lines if "`" not in line.get("command", "`"))
-    assert without == {"none": 4, "none yet": 6 + 7}
+    assert without == {"none": 4, "none yet": 7}
     for line, command in commands:
         first, *more = (shlex.split(part) for part in command.split(" && "))
-        s = train.parse(first[2:]) if first[1] == "train.py" else next(iter(bench.settings_of(first[2:])[1].values()))
-        vocabulary = 49152 if "mor_" in command or "smollm" in command else 50304
+        s = train.parse(first[2:]) if first[1] == "train.py" else list(bench.settings_of(first[2:])[1].values())[-1]
+        vocabulary = 49152 if "mor_" in command or "smollm" in command or "360m" in command else 50304
         cfg = s.build(model.GPTConfig, vocab_size=vocabulary)
-        if "--block_size" not in command:
+        if "--paper" not in command or "decode" not in command:          # whose context is 1,152
             assert f"{bench.count_once(cfg):,}" == line["parameters"], command
         assert cfg.layout == line["layout"] and cfg.unused() == [], command
         assert (line["tokens"] == "") is (first[1] == "bench.py"), command
@@ -486,8 +486,7 @@ def test_a_table_gives_the_command_that_measures_its_numbers_or_says_that_there_
     deep = [line for line in tables["dynamics, Large"] if line["command"].startswith("`")]
     assert [line["system"] for line in deep] == [f"GRT at depth {n}" for n in (0, 1, 2, 6, 8, 10, 12)] and {0, 1, 2, 6, 8, 10, 12} <= set(steps)
     served = {line["system"]: line for setting, lines in tables.items() if setting.startswith("throughput") for line in lines}
-    trained = {line["system"]: line for line in tables["isoFLOP 16.5e18, 360M"]}
-    assert {system: line["tokens"] for system, line in served.items()} == {system: trained[system]["tokens"] for system in ("MoR-2", "MoR-3", "MoR-4")}
+    assert {system: line["command"].startswith("`python bench.py serve ") for system, line in served.items()} == dict.fromkeys(("MoR-2", "MoR-3", "MoR-4"), True)
     compiles = {line["system"]: train.parse(shlex.split(line["command"].strip("`"))[2:]).compile for line in tables["training, Small"]}
     assert compiles == {"dense, compiled": "auto", "GRT, not compiled": False}
 
