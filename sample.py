@@ -562,9 +562,10 @@ class Shelves:
         """Compressed: what was attended to becomes what is kept."""
         place_C = self.core_window.place_C
         for store, kept in zip(self.spaces["core"].stores, self.scratch):
-            share = self.share(step)
+            share, new = self.share(step), store[:, place_C]
             share = share if isinstance(step, int) else share[..., None].to(store.dtype)
-            store[:, place_C] = kept[:, self.slot_A] = torch.lerp(kept[:, self.slot_A], store[:, place_C], share)
+            old = torch.where(self.first_A111[..., 0], new, kept[:, self.slot_A])            # none before step 0: a share of 0 of a NaN would be one
+            store[:, place_C] = kept[:, self.slot_A] = torch.lerp(old, new, share)
 
 
 class Engine:
@@ -759,8 +760,6 @@ class Engine:
             request.slot = None
 
     def fail(self, request, error):
-        for kept in self.shelves.scratch if request.slot is not None else ():
-            kept[:, request.slot] = 0                         # a NaN would live on in the next request's: even a share of 0 of it is one
         self.cancel(request)
         request.error = error
         self.events.append((request, None))

@@ -650,8 +650,8 @@ MUTANTS = {
         "pass",
         "test_serve::test_engine_text_is_that_of_generate_alone"),
     "all rows fold as step 0": (
-        "            share = self.share(step)\n            share",
-        "            share = self.share(step * 0)\n            share",
+        "share, new = self.share(step), store",
+        "share, new = self.share(step * 0), store",
         "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
     "the youngest is taken in first": (
         "            if not self.shelves.take(self.waiting[0]):",
@@ -674,8 +674,8 @@ MUTANTS = {
         "            pass",
         "test_serve::test_who_is_put_aside_by_an_engine_comes_back_as_it_was"),
     "a failed request leaves its scratch behind": (
-        "            kept[:, request.slot] = 0  ",
-        "            pass  ",
+        "old = torch.where(self.first_A111[..., 0], new, kept[:, self.slot_A])",
+        "old = kept[:, self.slot_A]",
         "test_serve::test_a_request_with_damaged_logits_fails_alone_and_leaves_its_slot_of_the_engine_clean"),
     "one request's damage is everyone's": (
         "fine_P = torch.isfinite(logits_PV).all(-1)",
