@@ -836,14 +836,14 @@ FOLDS = {"full": None, "first": lambda step: 1.0 * (step == 0), "last": lambda s
 def attend(q_ATHK, make, seat, dropout):
     """Attention of T queries: causal over what is here without a seat, else over what the seat lets them see. make: two
     functions that make the new K and V."""
-    k_BSGK, v_BSGK = [part() for part in make] if seat is None else seat.exchange(make)
+    k, v = [part() for part in make] if seat is None else seat.exchange(make)    # of rows, or of a store that rows read spans of
     if seat is None or seat.span_A is None and seat.reach is None:
-        return weigh(q_ATHK, k_BSGK, v_BSGK, seat and seat.mask_A1TS, seat is None or seat.causal, dropout)
+        return weigh(q_ATHK, k, v, seat and seat.mask_A1TS, seat is None or seat.causal, dropout)
     if seat.reach:
         kernel = READERS["plain" if not flash_fits(q_ATHK) else "flash-attn" if flash_attn_with_kvcache else "torch"]
-        return kernel(q_ATHK, k_BSGK, v_BSGK, *seat.reach)
+        return kernel(q_ATHK, k, v, *seat.reach)
     # Rows that read spans of a store: each where it lies, for a copy would cost more than the attention.
-    k_1GPK, v_1GPK = (x.transpose(0, 1)[None] for x in (k_BSGK, v_BSGK))
+    k_1GPK, v_1GPK = (x.transpose(0, 1)[None] for x in (k, v))
     masks = [None] * len(q_ATHK) if seat.mask_A1TS is None else seat.mask_A1TS.expand(len(q_ATHK), -1, -1, -1).split(1)
     y_AHTK = torch.cat([dot(q_1HTK, k_1GPK[:, :, first:end], v_1GPK[:, :, first:end], mask if mask is None else mask[..., : end - first], False, dropout)
                         for q_1HTK, (first, end), mask in zip(q_ATHK.transpose(1, 2).split(1), seat.span_A, masks)])

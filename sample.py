@@ -583,7 +583,7 @@ class Engine:
     slots: requests in flight. core_rows: of them in one step (None: all). n_places: tokens of the longest request, prompt and text (None:
     block_size). n_whole: K/V memory, in requests of that length at declared capacities (None: slots). finish_rows: depth-wise, finish waits for so
     many while the core is full. For measuring: steps, (request number, position) -> steps to take, in place of the router's answer, which is
-    asked all the same; by_arrival=False: a routed step reads as many places as there are tokens. fixed: passes of fixed shapes, filled up, and
+    asked all the same; by_arrival=False: a routed step reads as many places as there are tokens, which changes the texts. fixed: passes of fixed shapes, filled up, and
     on CUDA replayed as graphs (None: on CUDA). depth, cache, threshold, exit, exit_threshold: as generate's. Puts the model in evaluation mode. ValueError on
     what the model cannot do."""
 
