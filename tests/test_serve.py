@@ -16,6 +16,7 @@ import model as model_py
 import sample
 from model import GPT, UNIT, generator, lot, make_cache
 from sample import Engine
+from train import compile_parts
 
 MIDDLE = layout("1+2x3+1")
 FAMILIES = {
@@ -562,3 +563,25 @@ def test_who_is_cancelled_leaves_the_engine_and_the_others_write_on():
     streamed = {request for request, _ in engine.run()}
     assert streamed == {asked[1], asked[2]} and [request.text for request in asked] == [alone(model, [i], n) if n else [] for i, n in enumerate((3, 8, 8, 0))]
     assert_idle(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, router, most", [("llama", "none", 1), ("gate", "none", 5), ("rotary", "expert", 3)])
+def test_fifty_compiled_tokens_of_a_fixed_engine_need_no_graph_that_the_first_did_not_make(family, router, most):
+    """Of the block three at most, for the core's rows and those of finish and start, and of a gate's read and write one each."""
+    torch._dynamo.reset()
+    model, graphs, after = loud(tiny(**{**FAMILIES[family], **ROUTERS[router], "block_size": 64})), [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_parts(model, backend=backend)
+    engine = Engine(model, slots=4, fixed=True)
+    asked = [engine.submit([i], 50) for i in range(4)]
+    while engine.busy:
+        engine.tick()
+        if all(request.text for request in asked):
+            after.append(len(graphs))
+    torch._dynamo.reset()
+    assert 1 <= after[0] == after[-1] <= most and not torch._dynamo.utils.counters["graph_break"]
