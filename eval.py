@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import EXITS, FORMS, GPT, AtEnd, Silence, as_logit, at_least_fp32, causal, exact_flops, fold_in, generator, make_cache, no_cache, steps_taken, topk
+from model import EXITS, GPT, AtEnd, Silence, as_logit, at_least_fp32, causal, exact_flops, fold_in, generator, make_cache, no_cache, steps_taken, topk
 from sample import load_run, newest_run
 from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoint_of, commit, count_depths, evaluate, fitting, fixed_windows,
                    load_checkpoint, max_vio, mean_depth, open_split, pick_device, write_whole)
@@ -620,10 +620,10 @@ class Lot:
     def __init__(self, first):
         self.first, self.step = first, 0
 
-    def __call__(self, by_BC, decided_BC, k, real_BC):
+    def __call__(self, by_BC, decided_BC, share, T, real_BC):
         self.step += 1
         draws = [torch.rand(by_BC.size(1), generator=generator(fold_in(0, "lot", self.first + b, self.step))) for b in range(len(by_BC))]
-        return topk(torch.stack(draws).to(by_BC.device), decided_BC, k, real_BC)
+        return topk(torch.stack(draws).to(by_BC.device), decided_BC, share, T, real_BC)
 
 
 def routed_pass(model, ids_BT, choose, threshold):
@@ -698,9 +698,9 @@ def by_class(depth_WT, class_WT, n_recur):
 
 def ways(cfg, thresholds, first):
     """{name or threshold: (how tokens are chosen, threshold)}, for a batch that `first` rows came before."""
-    own = {"causal": (FORMS["causal"], cfg.threshold)}
+    own = {"causal": (causal, cfg.threshold)}
     return own if cfg.router == "token" else {**own, "topk": (topk, cfg.threshold), "lot": (Lot(first), cfg.threshold),
-                                              **{threshold: (FORMS["causal"], threshold) for threshold in thresholds if cfg.router_choice == "score"}}
+                                              **{threshold: (causal, threshold) for threshold in thresholds if cfg.router_choice == "score"}}
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ import eval as evaluation
 import prepare
 import train
 from eval import AFTER, CLASSES, CLOSING, CONTINUATION, OPENING, OTHER, START, WHITESPACE, Lot, TokenClasses, agreement, by_class, flops_at, routed_pass
-from model import FORMS, GPT, topk
+from model import GPT, causal, topk
 
 pytestmark = pytest.mark.slow
 
@@ -185,7 +185,7 @@ def test_the_ends_of_the_dial_are_depth_one_and_everyone_at_full_depth(kv):
     with torch.no_grad():
         for threshold, wanted, depth, flops in ((1.0, model(ids_BT, depth=1), 1, cfg.flops_per_token(32, depth=1)),
                                                 (0.0, everyone(ids_BT), 3, everyone.cfg.flops_per_token(32))):
-            x_BTD, depth_BT, _ = routed_pass(model, ids_BT, FORMS["causal"], threshold)
+            x_BTD, depth_BT, _ = routed_pass(model, ids_BT, causal, threshold)
             assert torch.allclose(model.head(x_BTD), wanted.logits, atol=1e-5) and (depth_BT == depth).all()
             assert flops_at(cfg, [float((depth_BT > step).double().mean()) for step in range(3)]) == flops
         x_BTD, depth_BT, _ = routed_pass(model, ids_BT, topk, 0.5)
@@ -234,7 +234,7 @@ def test_the_lot_takes_exactly_the_capacities_and_differs_by_row_and_step():
     assert [(depth_BT > step).sum(1).tolist() for step in range(3)] == [[32] * 4, [22] * 4, [22] * 4]
     assert torch.equal(depth_BT, again_BT) and torch.equal(depth_BT, later_BT) and len({tuple(row) for row in depth_BT.tolist()}) == 4
     lot = Lot(0)
-    first, second = (lot(torch.zeros(1, 32), torch.zeros(1, 32, dtype=torch.bool), 10, None)[0].nonzero()[:, 1].tolist() for _ in range(2))
+    first, second = (lot(torch.zeros(1, 32), torch.zeros(1, 32, dtype=torch.bool), 10 / 32, 32, None)[0].nonzero()[:, 1].tolist() for _ in range(2))
     assert first != second and first != list(range(10)) and len(first) == 10
 
 
