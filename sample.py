@@ -406,7 +406,7 @@ class Shelves:
 
     def __init__(self, model, n_slots, n_places, n_whole, depth, exit, how, by_arrival=True, fixed=False):
         cfg, device, dtype = model.cfg, model.embed.weight.device, cache_dtype(model)
-        self.cfg, self.depth, self.exits, self.how, self.device, self.fixed, self.most = cfg, depth, exit is not None, how, device, fixed, n_places
+        self.cfg, self.depth, self.exits, self.device, self.fixed, self.most = cfg, depth, exit is not None, device, fixed, n_places
         self.by_arrival = by_arrival and cfg.router != "none" and cfg.kv != "share"
         self.lanes = depth if how == "full" and cfg.kv != "share" else min(1, depth)         # of the core
         blocks = {"outer": cfg.n_prelude + cfg.n_coda * (not self.exits), "core": cfg.n_core, "coda": cfg.n_coda * self.exits}
@@ -560,10 +560,12 @@ class Shelves:
 
     def settle(self, step):
         """Compressed: what was attended to becomes what is kept."""
-        place_C = self.core_window.place_C
+        if not self.scratch:
+            return
+        place_C, share = self.core_window.place_C, self.share(step)
+        share = share if isinstance(step, int) else share[..., None].to(self.scratch[0].dtype)
         for store, kept in zip(self.spaces["core"].stores, self.scratch):
-            share, new = self.share(step), store[:, place_C]
-            share = share if isinstance(step, int) else share[..., None].to(store.dtype)
+            new = store[:, place_C]
             old = torch.where(self.first_A111[..., 0], new, kept[:, self.slot_A])            # none before step 0: a share of 0 of a NaN would be one
             store[:, place_C] = kept[:, self.slot_A] = torch.lerp(old, new, share)
 

@@ -650,8 +650,8 @@ MUTANTS = {
         "pass",
         "test_serve::test_engine_text_is_that_of_generate_alone"),
     "all rows fold as step 0": (
-        "share, new = self.share(step), store",
-        "share, new = self.share(step * 0), store",
+        "place_C, share = self.core_window.place_C, self.share(step)\n        share = share",
+        "place_C, share = self.core_window.place_C, self.share(step * 0)\n        share = share",
         "test_serve::test_rows_of_an_engine_at_steps_of_their_own_do_as_alone"),
     "the youngest is taken in first": (
         "            if not self.shelves.take(self.waiting[0]):",
