@@ -254,7 +254,7 @@ def dense_twin(cfg, depth):
 
 def theirs(cfg, depth, s, device, compiled):
     """Hugging Face's model of a dense `cfg`, and how one calls it for a loss: it shifts labels itself, so ids are its
-    labels. GPT-2 keeps its biases and gets the exact GELU."""
+    labels. GPT-2 keeps its biases; the form of its GELU is that of ours."""
     for name, other in (("dropout", cfg.dropout > 0), ("checkpoint_activations", s.checkpoint_activations),
                         ("n_kv_head", cfg.block == "gpt2" and cfg.kv_heads != cfg.n_head)):
         if other:
@@ -273,15 +273,8 @@ def hugging_face(cfg, use_cache):
     except ImportError:
         raise UserError("--against=transformers needs transformers, which is not installed: pip install transformers")
     transformers.logging.set_verbosity_error()
-    same = dict(vocab_size=cfg.vocab_size, use_cache=use_cache, tie_word_embeddings=True, attn_implementation="sdpa", bos_token_id=0, eos_token_id=0)
-    if cfg.block == "gpt2":
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            n_positions=cfg.block_size, n_embd=cfg.n_embd, n_head=cfg.n_head, n_layer=cfg.n_core, n_inner=cfg.ffn_width,
-            layer_norm_epsilon=cfg.norm_eps, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **same))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        max_position_embeddings=cfg.block_size, hidden_size=cfg.n_embd, num_attention_heads=cfg.n_head, num_key_value_heads=cfg.kv_heads,
-        num_hidden_layers=cfg.n_core, intermediate_size=cfg.ffn_width, rms_norm_eps=cfg.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta}, **same))
+    about = prepare.their_config(cfg, end=0)
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**about, use_cache=use_cache), attn_implementation="sdpa")
 
 
 def train_step(make, cfg, depth, s, device, autocast, compiled):
@@ -994,39 +987,16 @@ def static_of(cfgs, s):
     return [name for name, cfg in cfgs.items() if s.against and cfg.router == "none"]
 
 
-def weights_for_hugging_face(model):
-    """Our dense model's weights under their names; their GPT-2 keeps matrices transposed, and query, key and value in one."""
-    cfg, mine = model.cfg, model.state_dict()
-    if cfg.layout != dense_twin(cfg, 1).layout or cfg.sandwich_norm:
-        raise ValueError(f"--against=transformers has no counterpart to {cfg.layout}; name a dense baseline, for example config/bench/vanilla_14.py")
-    names, theirs = (GPT2_NAMES if cfg.block == "gpt2" else LLAMA_NAMES), {}
-    for name, x in mine.items():
-        for ours, other in names.items():
-            name = name.replace(ours, other)
-        theirs[name] = x.T if cfg.block == "gpt2" and x.dim() == 2 and ".h." in name else x
-    for part in [name for name in theirs if ".query." in name]:
-        theirs[part.replace(".query.", ".c_attn.")] = torch.cat([theirs.pop(part.replace(".query.", f".{one}.")) for one in ("query", "key", "value")], -1)
-    return theirs
-
-
-GPT2_NAMES = {"embed.": "transformer.wte.", "positions.table.": "transformer.wpe.", "recursion.core.": "transformer.h.", "attention_norm": "ln_1", "mlp_norm": "ln_2",
-              "attention.output": "attn.c_proj", "attention.": "attn.", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-LLAMA_NAMES = {"embed.": "model.embed_tokens.", "recursion.core.": "model.layers.", "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-               **{f"attention.{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value", "output")},
-               **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}}
-
-
 def as_hugging_face(model):
     """Their model with our weights."""
-    weights, net = weights_for_hugging_face(model), hugging_face(model.cfg, use_cache=True).eval()
+    cfg = model.cfg
+    if cfg.layout != dense_twin(cfg, 1).layout:
+        raise ValueError(f"--against=transformers has no counterpart to {cfg.layout}; name a dense baseline, for example config/bench/vanilla_14.py")
+    weights, net = prepare.theirs_of(model.state_dict(), cfg), hugging_face(cfg, use_cache=True).eval()
     net.config.eos_token_id = net.generation_config.eos_token_id = None          # no id ends a text: its length is given
-    outer = "transformer.ln_f" if model.cfg.block == "gpt2" else "model.norm"
-    weights |= {name.replace("norm", outer): weights.pop(name) for name in ("norm.weight", "norm.bias") if name in weights}
-    with torch.no_grad():
-        for name, p in net.named_parameters():
-            p.copy_(weights.pop(name)) if name in weights else p.zero_()         # their GPT-2's biases, where ours has none
-    if weights:
-        raise ValueError(f"transformers has no place for {', '.join(weights)}")
+    missing, over = net.load_state_dict(weights, strict=False)
+    if over or set(missing) - {"lm_head.weight"}:                                # the head is the token table
+        raise ValueError(f"transformers has other weights than {cfg.layout} here: without a place {over}, missing {missing}")
     return net.to(model.embed.weight)
 
 

@@ -64,6 +64,7 @@ class GPTConfig:
     n_kv_head: int | None = key(None, "key/value heads (G), each serving n_head / n_kv_head query heads; None = n_head")
     n_ffn: int | None = key(None, "MLP width (F); None = 4 n_embd (llama: 8/3 n_embd, up to a multiple of 8)")
     bias: bool = key(False, "biases in linear layers and LayerNorms, as GPT-2 has (the gate's b2 is always there)")
+    gelu: str = key("exact", "gpt2 blocks: exact, x times the normal distribution's share below x (GRT), or tanh, GPT-2's approximation of it")
     dropout: float = key(0.0, "dropout on embeddings, attention weights and residual branches")
     n_prelude: int = key(0, "blocks before the loop, each run once")
     n_core: int = key(12, "blocks run in one step of the loop")
@@ -107,7 +108,7 @@ class GPTConfig:
     norm_eps: float = key(1e-5, "epsilon of every norm")
 
     def __post_init__(self):
-        for name, table in (("block", KINDS), ("sharing", SHARINGS), ("update", UPDATES), ("router", ROUTERS), ("kv", SLOTS),
+        for name, table in (("block", KINDS), ("gelu", GELUS), ("sharing", SHARINGS), ("update", UPDATES), ("router", ROUTERS), ("kv", SLOTS),
                             ("state_init", STATES), ("depth_sampling", DEPTHS), ("loss", LOSSES), ("proj_init", PROJ_INITS)):
             value = getattr(self, name)
             if value not in table and not (name == "sharing" and value is None):
@@ -229,6 +230,7 @@ class GPTConfig:
                  (self.loss == "last", "one step is supervised", ("exit_entropy",)),
                  (self.n_recur == 1, "there is one step, and nothing to choose from", ("loss",)),
                  (self.block != "llama", "only llama blocks rotate", ("rope_theta",)),
+                 (self.block != "gpt2", "only gpt2 blocks have a GELU", ("gelu",)),
                  (self.router == "none", "there is no router", ("router_kind", "router_width", "router_alpha", "router_loss", "router_z_loss")),
                  (self.router != "expert", "router is not expert", ("threshold",)),
                  (self.router_balance == "bias", "router_balance='bias' has no loss", ("router_loss",)),
@@ -922,16 +924,20 @@ class Attention(nn.Module):
         return self.output(y_BTHK.reshape(B, T, D), low.get("output"))
 
 
+GELUS = {"exact": "none", "tanh": "tanh"}            # PyTorch's name of the approximation
+
+
 class GeluMLP(nn.Module):
-    """down(gelu(up(x))), exact GELU  [GPT-2; its release has the tanh form]."""
+    """down(gelu(up(x)))  [GPT-2: the tanh form; GRT: the exact one]."""
 
     def __init__(self, cfg):
         super().__init__()
         self.up = Linear(cfg.n_embd, cfg.ffn_width, bias=cfg.bias)
         self.down = Linear(cfg.ffn_width, cfg.n_embd, bias=cfg.bias)
+        self.form = GELUS[cfg.gelu]
 
     def forward(self, x_BTD, low={}):
-        return self.down(F.gelu(self.up(x_BTD, low.get("up"))), low.get("down"))
+        return self.down(F.gelu(self.up(x_BTD, low.get("up")), approximate=self.form), low.get("down"))
 
 
 class SwiGLU(nn.Module):

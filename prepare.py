@@ -17,6 +17,7 @@ The letters `<|endoftext|>` inside a document are ordinary text, never that toke
 `weights RUN CONFIG` makes starting weights for train.py's --init_from=; its flags are the keys of a config and --shared=.
 """
 import codecs
+import contextlib
 import errno
 import hashlib
 import inspect
@@ -38,7 +39,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", 
 class PrepareConfig:
     """Data set"""
     name: str | None = key(None, "Folder in data_dir to write; None: the source's own name.")
-    tokenizer: str = key("bytes", "bytes (257 tokens, no download), gpt2, or another of tiktoken's encodings.")
+    tokenizer: str = key("bytes", "bytes (257 tokens, no download), gpt2, another of tiktoken's encodings, or a tokenizer.json: its path or its folder's.")
     val_fraction: float = key(0.05, "Share of the documents for validation, chosen by a hash of their names.")
     max_tokens: int | None = key(None, "Total of both splits; each takes its share of it and cuts its last document to fit.")
     num_proc: int = key(1, "Texts tokenised at a time, in threads. The files are the same for any number.")
@@ -77,13 +78,16 @@ class PrepareConfig:
 # ---- tokenizers --------------------------------------------------------------------------------------------------
 
 def get_tokenizer(name):
-    """A tiktoken.Encoding: a token per byte ("bytes"), or one of tiktoken's own. UserError: unknown, or not to be had."""
+    """A tiktoken.Encoding: a token per byte ("bytes"), one of tiktoken's own, or that of a tokenizer.json (its path, or its folder's).
+    UserError: unknown, or not to be had."""
     if name == "bytes":
         # Nothing is merged, so the pattern decides only the speed: short pieces stay in the processor's cache.
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", special_tokens={"<|endoftext|>": 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if name not in tiktoken.list_encoding_names():
-        raise UserError(f"unknown tokenizer '{name}'; choose bytes, {', '.join(tiktoken.list_encoding_names())}")
+        if name.endswith(".json") or Path(name, "tokenizer.json").is_file():
+            return read_tokenizer(Path(name) if name.endswith(".json") else Path(name, "tokenizer.json"))
+        raise UserError(f"unknown tokenizer '{name}'; choose bytes, {', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json")
     folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache"))
     cached = os.listdir(folder) if folder.is_dir() else []
     try:
@@ -121,6 +125,101 @@ def fingerprint(encoding):
     """A short hash of all that decides which ids a text gets."""
     tables = [sorted(table.items()) for table in (encoding._mergeable_ranks, encoding._special_tokens)]
     return hashlib.sha256(repr((tables, encoding._pat_str)).encode()).hexdigest()[:16]
+
+
+# How GPT-2 cuts a text before anything is merged, as tiktoken writes it; and with every digit a piece of its own, as SmolLM has
+# it: digits are cut out first, and spaces before one are then the end of a text.
+GPT2_PIECES = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+DIGIT_PIECES = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s+(?![^\s\p{N}])|\s+"""
+NEVER_IN_UTF8 = {bytes([i]) for i in (0xC0, 0xC1, *range(0xF5, 0x100))}
+PROBE = "".join(map(chr, range(1, 0x250))) + "it's 12 345\r\n\n  x \t 1\n  2 \u4e2d\u6587 \U0001f98a  "
+
+
+def byte_letters():
+    """{letter: byte}: how a vocabulary file writes bytes, as GPT-2's does: printable ones as themselves, the others from 256 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def read_tokenizer(path):
+    """The byte-level BPE of a tokenizer.json, Hugging Face's format, with the same ids for the same text. The letters of a special
+    token inside a text are ordinary text here. UserError: another kind of tokenizer, or no such file."""
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+        special = {token["content"]: token["id"] for token in about.get("added_tokens") or []}
+        letters, vocab = byte_letters(), {word: i for word, i in about["model"]["vocab"].items() if word not in special}
+        merges = [pair.split(" ") if type(pair) is str else pair for pair in about["model"].get("merges", [])]
+        pieces = pieces_of(about.get("pre_tokenizer"))
+        problem = why_not_ours(about, vocab, merges, pieces, special)
+        if problem:
+            raise UserError(f"tokenizer {path} {problem}; only byte-level BPE as GPT-2's and SmolLM's is read here")
+        ranks = {bytes(map(letters.__getitem__, word)): i for word, i in vocab.items()}
+        encoding = tiktoken.Encoding(str(path), pat_str=pieces, mergeable_ranks=ranks, special_tokens=special)
+        if encoding.decode(encoding.encode_ordinary(PROBE)) != PROBE:
+            raise ValueError("text is lost on the way to ids and back")
+        return encoding
+    except OSError as error:
+        raise UserError(f"no tokenizer at {path} ({error.strerror}); put the tokenizer.json there that it was when the data or the run was made") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"tokenizer {path} is damaged ({one_line(error)}); get a good copy") from None
+
+
+def why_not_ours(about, vocab, merges, pieces, special):
+    """What in a tokenizer.json tiktoken would do otherwise, or None. tiktoken merges by the ids of what comes out, so merges have to
+    be in the order of ids, and nothing may be in the vocabulary that no merge makes."""
+    letters, made = byte_letters(), [vocab.get(a + b, -1) for a, b in merges]
+    lacking = {bytes([byte]) for letter, byte in letters.items() if letter not in vocab} - NEVER_IN_UTF8
+    problems = {"is no BPE": about["model"].get("type", "BPE") != "BPE" or about["model"].get("byte_fallback"),
+                "changes the text first (normalizer)": about.get("normalizer"),
+                "cuts the text in a way that is not known here (pre_tokenizer)": not pieces,
+                "has added tokens that are not special": not all(token.get("special") for token in about.get("added_tokens") or []),
+                "has no <|endoftext|>": "<|endoftext|>" not in special,
+                f"has no token for {len(lacking)} of the bytes": lacking,
+                "merges in another order than that of its ids": made != sorted(set(made)) or -1 in made,
+                "has tokens that nothing is merged to": len(vocab) != len(made) + sum(word in letters for word in vocab)}
+    return next((problem for problem, holds in problems.items() if holds), None)
+
+
+def pieces_of(cut):
+    """The pattern of a pre_tokenizer; None where there is none that does the same."""
+    cuts = (cut or {}).get("pretokenizers") or [cut or {}]
+    kinds, last, first = [one.get("type") for one in cuts], cuts[-1], cuts[0]
+    if last.get("add_prefix_space"):
+        return None
+    if kinds == ["ByteLevel"] and last.get("use_regex", True):
+        return GPT2_PIECES
+    if kinds == ["Digits", "ByteLevel"] and first.get("individual_digits") and last.get("use_regex", True):
+        return DIGIT_PIECES
+    if kinds == ["Split", "ByteLevel"] and not last.get("use_regex", True) and (first["behavior"], first["invert"]) == ("Isolated", False):
+        return first["pattern"].get("Regex")
+    return None
+
+
+def tokenizer_json(encoding):
+    """What read_tokenizer reads, and Hugging Face's libraries: the counterpart of a tiktoken.Encoding."""
+    letters, ranks = {byte: letter for letter, byte in byte_letters().items()}, encoding._mergeable_ranks
+    written = lambda token: "".join(letters[byte] for byte in token)
+    merges = [list(map(written, pair_of(token, ranks))) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+    special = [{"id": i, "content": name, "special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
+               for name, i in encoding._special_tokens.items()]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    cut = {"type": "Split", "pattern": {"Regex": encoding._pat_str}, "behavior": "Isolated", "invert": False}
+    vocab = {**{written(token): i for token, i in ranks.items()}, **encoding._special_tokens}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+             "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocab, "merges": merges}
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, byte_level]}, "post_processor": None,
+            "decoder": {**byte_level, "use_regex": True}, "model": model}
+
+
+def pair_of(token, ranks):
+    """The two tokens that the last merge joins to this one."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        i = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], math.inf))
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
 
 
 # ---- documents: a name, and the text in pieces -------------------------------------------------------------------
@@ -795,6 +894,326 @@ def load_meta(data_dir, name):
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); {make_it}") from None
 
 
+# ---- other people's weights: folders with config.json, model.safetensors and tokenizer.json, as `transformers` keeps them ----------
+
+class Release(NamedTuple):
+    """How others call what is here, {theirs: ours}. Several of ours are one tensor there: in a block side by side as outputs (query,
+    key, value), outside as inputs (the halves of W_proj)."""
+    outer: dict
+    block: dict
+    turned: bool            # the matrices of blocks are stored (in, out)
+
+
+GPT2 = Release({"transformer.wte": "embed", "transformer.wpe": "positions.table", "transformer.ln_f": "norm"},
+               {"ln_1": "attention_norm", "attn.c_attn": "attention.query attention.key attention.value", "attn.c_proj": "attention.output",
+                "ln_2": "mlp_norm", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}, turned=True)
+LLAMA = Release({"model.embed_tokens": "embed", "model.norm": "norm"},
+                {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm",
+                 **{f"self_attn.{name[0]}_proj": f"attention.{name}" for name in ("query", "key", "value", "output")},
+                 **{f"mlp.{name}_proj": f"mlp.{name}" for name in ("gate", "up", "down")}}, turned=False)
+# The four checkpoints of the GRT paper. What they share with GPT-2, the stacks and W_proj are called as in the authors' earlier public
+# code; the six names with "gate" are not verified. A file that has others is refused with a list of both: change them here.
+GRT = Release({**GPT2.outer, "recurrent_prelude_proj": "recursion.update.from_state recursion.update.from_anchor",
+               **{f"recurrent_gate.{theirs}": f"recursion.update.gate.{ours}" for theirs, ours in
+                  {"ln_state": "state_norm", "ln_prelude": "anchor_norm", "ln": "joint_norm", "fc1": "up", "fc2": "down"}.items()}},
+              GPT2.block, turned=False)
+GRT_STACKS = {"fixed_head": "prelude", "transformer.h": "recursion.core", "fixed_tail": "coda"}
+# (n_prelude, n_core, n_coda, n_embd) -> steps that it was trained for, which their config.json leaves out. Layouts are read off the
+# tensors, because on the Hub grt-medium-isoflop and grt-medium-isoparam hold each other's.
+GRT_STEPS = {(2, 5, 2, 1024): 4, (2, 20, 2, 1024): 4, (1, 5, 5, 1280): 6, (3, 30, 3, 1280): 6}
+
+STACKS = {"gpt2": (GPT2, "transformer.", "transformer.h"), "llama": (LLAMA, "model.", "model.layers")}
+KEYS = {"gpt2": {"vocab_size": "vocab_size", "n_positions": "block_size", "n_embd": "n_embd", "n_head": "n_head", "n_layer": "n_core",
+                 "n_inner": "n_ffn", "layer_norm_epsilon": "norm_eps"},
+        "llama": {"vocab_size": "vocab_size", "max_position_embeddings": "block_size", "hidden_size": "n_embd", "num_attention_heads": "n_head",
+                  "num_key_value_heads": "n_kv_head", "num_hidden_layers": "n_core", "intermediate_size": "n_ffn", "rms_norm_eps": "norm_eps"}}
+OPTIONAL = ("n_inner", "num_key_value_heads")
+ONLY = {"gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}}
+ACTIVATIONS = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+NO_WEIGHTS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")           # masks and tables that old files keep too
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def read_safetensors(path):
+    """{name: tensor}, read when they are used. The format: 8 bytes for the length of a JSON header, the header, raw numbers."""
+    import torch
+    try:
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if size < PIECE * 100 else None
+        raw, tensors = np.memmap(path, np.uint8, "c", offset=8 + size), {}
+        for name, about in header.items():
+            if name != "__metadata__" and about["dtype"] not in FLOATS:
+                raise UserError(f"{path}: {name} has numbers of type {about['dtype']}; give weights of type {', '.join(FLOATS)}")
+            if name != "__metadata__":
+                part = torch.from_numpy(raw[slice(*about["data_offsets"])])
+                tensors[name] = part.view(getattr(torch, FLOATS[about["dtype"]])).reshape(about["shape"])
+        return tensors
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{path} is damaged ({one_line(error)}); get a good copy") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); get a good copy") from None
+
+
+def write_safetensors(file, tensors):
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, W in tensors.items():
+        header[name] = {"dtype": "F32", "shape": list(W.shape), "data_offsets": [end, end + 4 * W.numel()]}
+        end += 4 * W.numel()
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for W in tensors.values():
+        file.write(W.float().contiguous().numpy().data)
+
+
+def tensors_of(folder):
+    """All tensors of a folder's model.safetensors, or of the parts that its index names."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return read_safetensors(whole)
+    if not index.is_file():
+        raise UserError(f"{folder} has no model.safetensors; have transformers write it: from_pretrained(...).save_pretrained(FOLDER)")
+    tensors = {}
+    for name in sorted(set(read_json(index, lambda about: about["weight_map"].values()))):
+        tensors |= read_safetensors(folder / name)
+    return tensors
+
+
+def read_json(path, take=lambda about: about):
+    try:
+        return take(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); get a good copy") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({one_line(error)}); get a good copy") from None
+
+
+def rows_of(release, stacks, names):
+    """[(their tensor, ours, the axis along which it holds them, whether it is turned)], as far as `names`, ours, are there.
+    stacks: [(their prefix, ours)] of each block."""
+    modules = [(theirs, ours.split(), 1, False) for theirs, ours in release.outer.items()]
+    for there, here in stacks:
+        modules += [(f"{there}.{theirs}", [f"{here}.{one}" for one in ours.split()], 0, release.turned) for theirs, ours in release.block.items()]
+    return [(f"{theirs}.{kind}", [f"{one}.{kind}" for one in ours], axis, turned and kind == "weight" and "norm" not in ours[0])
+            for theirs, ours, axis, turned in modules for kind in ("weight", "bias") if f"{ours[0]}.{kind}" in names]
+
+
+def ours_of(tensors, rows, shapes, path):
+    """The state dict of our model, in float32, from their tensors. UserError: one is missing, left over, or of another shape."""
+    import torch
+    missing = [theirs for theirs, *_ in rows if theirs not in tensors]
+    over = sorted(set(tensors) - {theirs for theirs, *_ in rows})
+    if missing or over:
+        raise UserError(f"{path} does not hold the weights of a model that can be built here: "
+                        + "; ".join(f"{what}: {listed(names, tensors)}" for what, names in (("missing", missing), ("without a place", over)) if names))
+    state = {}
+    for theirs, ours, axis, turned in rows:
+        W, parts = tensors[theirs].T if turned else tensors[theirs], [shapes[name] for name in ours]
+        wanted = list(parts[0])
+        if len(parts) > 1:
+            wanted[axis] = sum(shape[axis] for shape in parts)
+        if list(W.shape) != wanted:
+            raise UserError(f"{path}: {theirs} is {tuple(tensors[theirs].shape)}, and its config.json makes it {tuple(wanted[::-1] if turned else wanted)}")
+        pieces = [W] if len(ours) == 1 else W.split([shape[axis] for shape in parts], axis)
+        state |= {name: piece.to(torch.float32, copy=True, memory_format=torch.contiguous_format) for name, piece in zip(ours, pieces)}
+    return state
+
+
+def listed(names, tensors, most=8):
+    return ", ".join(f"{name} {tuple(tensors[name].shape)}" if name in tensors else name for name in names[:most]) + \
+        f" and {len(names) - most} more" * (len(names) > most)
+
+
+def shapes_of(cfg):
+    """{name: shape} of a model's state dict; nothing is allocated."""
+    import torch
+    from model import GPT
+    with torch.device("meta"):
+        return {name: tuple(W.shape) for name, W in GPT(cfg).state_dict().items()}
+
+
+def config_of(about, path):
+    """The GPTConfig of a config.json of `transformers` (GPT-2 with biases, whether or not they do anything)."""
+    from model import GPTConfig
+    kind = about.get("model_type")
+    if kind not in KEYS:
+        raise UserError(f"{path}: model_type {kind!r} is not one of {', '.join(KEYS)}, the blocks that are here")
+    rope = about.get("rope_parameters") or about.get("rope_scaling") or {}
+    found = {**{name: about.get(name, only) for name, only in ONLY[kind].items()}, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    for name, only in {**ONLY[kind], "rope_type": "default"}.items():
+        if found[name] != only:
+            raise UserError(f"{path}: {name} is {found[name]!r}, and {kind} blocks have {name} {only!r} here")
+    values = {ours: about[theirs] for theirs, ours in KEYS[kind].items() if theirs in about or theirs not in OPTIONAL}
+    if kind == "gpt2":
+        activation = about.get("activation_function", "gelu_new")
+        if activation not in ACTIVATIONS:
+            raise UserError(f"{path}: activation_function is {activation!r}, and gpt2 blocks have {', '.join(ACTIVATIONS)} here")
+        return GPTConfig(block=kind, bias=True, gelu=ACTIVATIONS[activation], **values)
+    if about.get("head_dim") not in (None, values["n_embd"] // values["n_head"]):
+        raise UserError(f"{path}: head_dim is {about['head_dim']}, and heads share the width here: {values['n_embd']} / {values['n_head']}")
+    return GPTConfig(block=kind, rope_theta=float(rope.get("rope_theta", about.get("rope_theta", 10000.0))), **values)
+
+
+def read_release(folder, n_recur=None):
+    """(config, state dict) of a folder of other people's weights: GPT-2, Llama and what is built as they are, GRT."""
+    path, tensors = folder / "config.json", tensors_of(folder)
+    tensors = {name: W for name, W in tensors.items() if not NO_WEIGHTS.fullmatch(name)}
+    about = read_json(path)
+    if about.get("model_type") not in KEYS and any(re.search("fixed_head|prelude|recur", name) for name in tensors):
+        return read_grt(folder, tensors, n_recur)
+    cfg = read_json(path, lambda about: config_of(about, path))
+    release, prefix, stack = STACKS[cfg.block]
+    tensors = {name if name.startswith((prefix, "lm_head.")) else prefix + name: W for name, W in tensors.items()}
+    untie(tensors, f"{next(iter(release.outer))}.weight", about.get("tie_word_embeddings", cfg.block == "gpt2"), folder)
+    if cfg.bias and not any(W.any() for name, W in tensors.items() if name.endswith(".bias")):       # the same function, and ours without them
+        cfg, tensors = replace(cfg, bias=False), {name: W for name, W in tensors.items() if not name.endswith(".bias")}
+    shapes = shapes_of(cfg)
+    return cfg, ours_of(tensors, rows_of(release, [(f"{stack}.{i}", f"recursion.core.{i}") for i in range(cfg.n_core)], shapes), shapes, folder)
+
+
+def untie(tensors, table, tied, folder):
+    """Leave out a head that is the token table; UserError where it is another matrix."""
+    import torch
+    head = tensors.pop("lm_head.weight", None)
+    if head is not None and table in tensors and not torch.equal(head, tensors[table]) or head is None and not tied:
+        raise UserError(f"{folder}: the head (lm_head.weight) is {'missing and' if head is None else 'a matrix of its own,'} not the token table; "
+                        "the models here have tied heads alone")
+
+
+def read_grt(folder, tensors, n_recur):
+    """(config, state dict) of one of the GRT paper's checkpoints. Heads have 64 features, as at all of its sizes."""
+    from model import GPTConfig
+    stacks = {there: len({name[len(there) + 1 :].split(".")[0] for name in tensors if name.startswith(f"{there}.")}) for there in GRT_STACKS}
+    untie(tensors, "transformer.wte.weight", True, folder)
+    absent = [there for there, n in stacks.items() if not n]
+    if absent:
+        raise UserError(f"{folder} looks like a checkpoint of the GRT paper, but has no {' and no '.join(absent)}; its tensors: {', '.join(sorted(tensors))[:400]}")
+    try:
+        (V, D), S = tensors["transformer.wte.weight"].shape, len(tensors["transformer.wpe.weight"])
+        layout = (stacks["fixed_head"], stacks["transformer.h"], stacks["fixed_tail"])
+        steps = n_recur or GRT_STEPS[(*layout, D)]
+        cfg = GPTConfig(vocab_size=V, block_size=S, n_embd=D, n_head=D // 64, n_prelude=layout[0], n_core=layout[1], n_recur=steps, n_coda=layout[2],
+                        update="gate", depth_sampling="uniform", state_noise=0.1, gate_noise=0.1)
+    except KeyError as error:
+        what = f"{'+'.join(map(str, layout))} blocks of width {D} are none of the paper's: say with --n_recur= how many steps they are for" \
+            if type(error.args[0]) is tuple else f"{error.args[0]} is missing"
+        raise UserError(f"{folder}: {what}") from None
+    except ValueError as error:
+        raise UserError(f"{folder}: {error}") from None
+    shapes, blocks = shapes_of(cfg), [(f"{there}.{i}", f"{here}.{i}") for there, here in GRT_STACKS.items() for i in range(stacks[there])]
+    return cfg, ours_of(tensors, rows_of(GRT, blocks, shapes), shapes, folder)
+
+
+def from_hub(name):
+    """The folder that `huggingface_hub` keeps a model in, fetched if it is new; UserError without it or a network."""
+    try:
+        import huggingface_hub
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        get = lambda **how: Path(huggingface_hub.snapshot_download(name, allow_patterns=[                            # noqa: E731
+            "config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer.json"], **how))
+        try:
+            start(lambda: huggingface_hub.model_info(name, timeout=PATIENCE)).result(timeout=PATIENCE)
+            return get()
+        except Exception as error:
+            try:
+                return get(local_files_only=True)
+            except Exception:
+                raise error from None
+    except Exception as error:
+        todo = "install it: pip install huggingface_hub" if isinstance(error, ImportError) else \
+            "connect and run this again, or give the folder of a run, or one with config.json and model.safetensors"
+        raise UserError(f"{name}: no such file or folder, and not to be had from the Hugging Face Hub ({one_line(error)}); {todo}") from None
+
+
+def tokenizer_of(folder, cfg):
+    """(its name here, or None where it is the folder's own; tiktoken.Encoding) of a folder of weights."""
+    path = folder / "tokenizer.json"
+    if not path.is_file() and (cfg.block != "gpt2" or cfg.vocab_size < 50257):
+        raise UserError(f"{path} is missing, and GPT-2's tokenizer is not that of {cfg.vocab_size} ids in {cfg.block} blocks; put it there")
+    encoding = read_tokenizer(path) if path.is_file() else get_tokenizer("gpt2")
+    if encoding.n_vocab > cfg.vocab_size:
+        raise UserError(f"{path} has {encoding.n_vocab} ids, and the token table {cfg.vocab_size} rows; they are not of one model")
+    for name in {257: ["bytes"], 50257: ["gpt2"]}.get(encoding.n_vocab, []):
+        with contextlib.suppress(UserError):
+            if fingerprint(get_tokenizer(name)) == fingerprint(encoding):
+                return name, encoding
+    return None, encoding
+
+
+def check_counterpart(cfg):
+    """ValueError about a model that is no stack of layers as `transformers` has it."""
+    wanted = {"update": "replace", "router": "none", "kv": "own", "loss": "last", "lora_rank": 0, "sandwich_norm": False, "loop_norm": False}
+    for name, only in wanted.items():
+        if getattr(cfg, name) != only:
+            raise ValueError(f"{name}={getattr(cfg, name)!r} has no counterpart in the {cfg.block} models of transformers; export one with {name}={only!r}")
+    if cfg.block == "gpt2" and cfg.kv_heads != cfg.n_head:
+        raise ValueError(f"n_kv_head={cfg.n_kv_head} has no counterpart in the gpt2 models of transformers; export one with n_kv_head={cfg.n_head}")
+
+
+def theirs_of(state, cfg):
+    """{their name: tensor} of our state dict. A loop is unrolled: blocks that run again are layers again."""
+    import torch
+    from model import block_table
+    check_counterpart(cfg)
+    release, _, stack = STACKS[cfg.block]
+    executed = [f"prelude.{i}" for i in range(cfg.n_prelude)] + [f"recursion.core.{block}" for row in block_table(cfg) for block in row] + \
+        [f"coda.{i}" for i in range(cfg.n_coda)]
+    tensors = {}
+    for theirs, ours, axis, turned in rows_of(release, [(f"{stack}.{i}", here) for i, here in enumerate(executed)], state):
+        W = torch.cat([state[name] for name in ours], axis) if len(ours) > 1 else state[ours[0]]
+        tensors[theirs] = W.T if turned else W
+    if cfg.block == "gpt2" and not cfg.bias:                                    # their GPT-2 has biases in any case
+        tensors |= {name.replace("weight", "bias"): W.new_zeros(W.shape[-1]) for name, W in tensors.items() if ".h." in name or "ln_f" in name}
+    return tensors
+
+
+def their_config(cfg, end):
+    """config.json of what theirs_of gives; end: the id of end-of-text."""
+    about = {theirs: {"n_core": cfg.executed_blocks(), "n_ffn": cfg.ffn_width, "n_kv_head": cfg.kv_heads}.get(ours, getattr(cfg, ours))
+             for theirs, ours in KEYS[cfg.block].items()}
+    own = {"gpt2": {"architectures": ["GPT2LMHeadModel"], "activation_function": {"exact": "gelu", "tanh": "gelu_new"}[cfg.gelu],
+                    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)},
+           "llama": {"architectures": ["LlamaForCausalLM"], "head_dim": cfg.head_width, "rope_theta": cfg.rope_theta,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta}}}[cfg.block]
+    return {"model_type": cfg.block, **about, **ONLY[cfg.block], **own, "tie_word_embeddings": True, "bos_token_id": end, "eos_token_id": end,
+            "dtype": "float32"}
+
+
+def export_run(path, folder):
+    """--export: a run's folder as `transformers` reads it."""
+    import train
+    from model import GPTConfig
+    dense = train.load_checkpoint(path)
+    with train.fitting(path):
+        cfg, state, name, mark = GPTConfig(**dense["model_config"]), dense["model"], dense["tokenizer"], dense["fingerprint"]
+    try:
+        check_counterpart(cfg)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already and not empty; choose another --export=")
+    encoding = get_tokenizer(name)
+    if fingerprint(encoding) != mark:
+        raise UserError(f"{path} was trained with another tokenizer of the name {name!r} than the one that is here ({mark} and {fingerprint(encoding)})")
+    with train.fitting(path):
+        tensors, end = theirs_of(state, cfg), encoding.eot_token
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "model_max_length": cfg.block_size}
+    own = Path(name) if name.endswith(".json") else Path(name, "tokenizer.json")
+    pages = {"config.json": their_config(cfg, end), "tokenizer_config.json": words, "tokenizer.json": read_json(own) if own.is_file() else tokenizer_json(encoding)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--export={folder} cannot be made ({error.strerror}); choose another") from None
+    train.write_whole(folder / "model.safetensors", lambda file: write_safetensors(file, tensors))
+    for page, about in pages.items():
+        train.write_whole(folder / page, lambda file, about=about: file.write(json.dumps(about, indent=1, ensure_ascii=False).encode("utf-8")))
+    unrolled = f", its loop unrolled to {cfg.executed_blocks()} layers" if cfg.n_recur > 1 else ""
+    print(f"{path} as {folder}: {their_config(cfg, end)['architectures'][0]}, {sum(W.numel() for W in tensors.values()):,} parameters{unrolled}\n"
+          f"next: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+
+
 # ---- starting weights: a dense run becomes a recursive model  [Relaxed Recursive Transformers, Bae et al. 2024] --------
 
 # (core block, how many there are, the block that stands for each of the loop's layers) -> the layers whose mean it is.
@@ -806,10 +1225,11 @@ READS = {"query": "attention_norm", "key": "attention_norm", "value": "attention
 
 @dataclass
 class WeightsConfig:
-    """Conversion of a dense run"""
+    """Weights to begin with"""
     shared: str | None = key(None, "Where the core's weights come from: stepwise = layers evenly spaced over the loop; average = each block "
                              "is the mean of the layers that it stands for; lower = the loop's first; None = average with lora_rank above 0, "
                              "else stepwise.", choices=tuple(SHARED))
+    export: str | None = key(None, "Folder to write a run to as transformers reads it; the run is SOURCE, and nothing else is done.")
 
 
 def prefixes(cfg):
@@ -887,8 +1307,8 @@ def additions(layers, blocks, start, cfg):
     return new, {name: [part / whole if whole else None for part, whole in steps] for name, steps in norms.items()}
 
 
-def check_pair(path, there, cfg, origins):
-    """Refuse a source (its config: there) and a config between which no rank would give an exact conversion."""
+def check_layout(path, there, cfg, origins):
+    """Refuse a source (its config: there) and a layout between which no rank would give an exact conversion."""
     plain = {"update": "replace", "router": "none", "kv": "own", "sandwich_norm": False, "loop_norm": False}
     if there.n_recur != 1 or any(getattr(there, name) != only for name, only in plain.items()):
         raise UserError(f"{path} is no dense run: {there.layout}, update={there.update!r}, router={there.router!r}; give one with n_recur=1")
@@ -898,9 +1318,13 @@ def check_pair(path, there, cfg, origins):
     n, executed = there.executed_blocks(), cfg.executed_blocks()
     if executed != n:
         raise UserError(f"{path} has {n} layers, and {cfg.layout} executes {executed} blocks; choose n_prelude + n_core x n_recur + n_coda = {n}")
-    shape = lambda cfg: {**{name: getattr(cfg, name) for name in ("block", "n_embd", "n_head", "vocab_size", "block_size", "bias", "norm_eps")},
-                         "n_kv_head": cfg.kv_heads, "n_ffn": cfg.ffn_width, "rope_theta": cfg.block == "llama" and cfg.rope_theta}
-    for (name, value), found in zip(shape(cfg).items(), shape(there).values()):
+
+
+def check_same(path, there, cfg, origins):
+    """Refuse a config whose tensors, or what is done with them, are not the source's."""
+    meant = {"n_kv_head": lambda cfg: cfg.kv_heads, "n_ffn": lambda cfg: cfg.ffn_width, "rope_theta": lambda cfg: cfg.block == "llama" and cfg.rope_theta}
+    for name in SAME:
+        value, found = (meant.get(name, lambda cfg, name=name: getattr(cfg, name))(each) for each in (cfg, there))
         if value != found:
             raise UserError(f"{origins[name]}: {name}={value!r}, but {path} has {found!r}; give the same")
 
@@ -920,73 +1344,169 @@ def measure(model, s, state):
     return train.evaluate(model.to(device), split, starts, [full], s.batch_size, device, autocast)[full]
 
 
+SAME = ("block", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "gelu", "norm_eps", "rope_theta", "vocab_size", "block_size")
+LAYOUT = ("n_prelude", "n_core", "n_recur", "n_coda", "sharing", "update", "router", "kv", "lora_rank", "sandwich_norm", "loop_norm")
+
+
+class Donor(NamedTuple):
+    """Whose weights a run begins with."""
+    path: Path              # a checkpoint, or a folder of other people's weights
+    cfg: object
+    state: dict
+    kin: dict               # tokenizer and fingerprint, as a checkpoint has them
+    step: int | None        # None: not a run of ours
+    loss: str
+    data: dict              # where its own data are
+    tokenizer: Path | None  # a tokenizer.json to be kept beside the weights
+
+
+def find_source(word):
+    """A run's checkpoint, or the folder of other people's weights that is meant."""
+    import train
+    path = Path(word)
+    checkpoint = train.checkpoint_of(path)
+    if checkpoint.is_file():
+        return checkpoint
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        raise UserError(f"{word} holds neither ckpt.pt, as a run does, nor config.json and model.safetensors, as other people's weights do")
+    known_here = "/" in word and path.parent.exists()                            # out/NAME is a run that is not there
+    return checkpoint if known_here or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", word) else from_hub(word)
+
+
+def read_run(path):
+    import train
+    from model import GPTConfig
+    dense = train.load_checkpoint(path)
+    with train.fitting(path):
+        return Donor(path, GPTConfig(**dense["model_config"]), dense["model"], {name: dense[name] for name in ("tokenizer", "fingerprint")}, dense["step"],
+                     f"; the source, at its step {dense.get('val_step', dense['step'])}: {dense['val_loss']:.4f}",
+                     {name: dense["settings"][name] for name in ("dataset", "data_dir")}, None)
+
+
+def read_others(folder, s, home):
+    """home: the folder of the run to be. A shorter context may be asked for."""
+    cfg, state = read_release(folder, s.n_recur if s.origins["n_recur"] != "default" else None)
+    if s.origins["block_size"] != "default" and s.block_size < cfg.block_size:
+        cfg, cut = replace(cfg, block_size=s.block_size), slice(s.block_size)
+        state |= {name: W[cut].clone() for name, W in state.items() if name == "positions.table.weight"}
+    name, encoding = tokenizer_of(folder, cfg)
+    kin = {"tokenizer": name or (home / "tokenizer.json").as_posix(), "fingerprint": fingerprint(encoding)}
+    return Donor(folder, cfg, state, kin, None, "", {}, None if name else folder / "tokenizer.json")
+
+
 def weights(argv):
-    """Starting weights for a recursive model, out of a dense run with as many layers as it executes blocks.
+    """Starting weights: a dense run, or other people's weights, for a recursive model; or other people's as they are.
 
     python prepare.py weights out/gpt_tiny config/rrt_tiny.py --out_dir=out/rrt_start
     python train.py --init_from=out/rrt_start --out_dir=out/rrt_tiny --learning_rate=6e-4
+    python prepare.py weights HuggingFaceTB/SmolLM2-135M --out_dir=out/smollm2 --block_size=1024
+    python prepare.py weights out/gpt_tiny --export=gpt_tiny_for_transformers
 
-    First and last layers become prelude and coda. Those between share the core's weights, and where lora_rank is above 0
-    each step adds to each linear what the shared weights miss, as far as the rank reaches. The folder that is written is
-    a run's: train.py starts from it, sample.py and eval.py read it."""
+    SOURCE is a run, a folder with config.json and model.safetensors (GPT-2, Llama, SmolLM, or a checkpoint of the GRT paper), or
+    the name of one on the Hugging Face Hub. With a layout, in a config or as flags, it needs as many layers as the layout
+    executes blocks: first and last layers become prelude and coda, those between share the core's weights, and where lora_rank
+    is above 0 each step adds to each linear what the shared weights miss, as far as the rank reaches. The folder that is written
+    is a run's: train.py starts from it, sample.py and eval.py read it. A tokenizer.json that comes with the weights is kept
+    there: prepare.py TEXT --tokenizer=out/smollm2 makes data with it."""
     import torch
     import train
     from model import GPT, GPTConfig
-    s = config.parse(argv, [GPTConfig, train.TrainConfig, WeightsConfig], inspect.getdoc(weights), words=("weights RUN", 2))
+    s = config.parse(argv, [GPTConfig, train.TrainConfig, WeightsConfig], inspect.getdoc(weights), words=("weights SOURCE", 2))
     train.check_ranges(s, train.RANGES)
-    if len(s.words) != 2 or not s.files:
-        raise UserError(f"weights takes a dense run and a config file, got {shlex.join(argv[1:]) or 'neither'}; for example: "
-                        f"python prepare.py weights out/gpt_tiny config/rrt_tiny.py")
-    shared, folder, path = s.values.pop("shared") or ("average" if s.lora_rank else "stepwise"), train.wanted_folder(s), train.checkpoint_of(s.words[1])
+    shared, export = s.values.pop("shared"), s.values.pop("export")
+    if len(s.words) != 2:
+        raise UserError(usage(argv))
+    source = find_source(s.words[1])
+    if export is not None:
+        return export_run(check_export(source, s), Path(export))
+    laid_out = bool(s.files) or any(s.origins[name] != "default" for name in LAYOUT)
+    if source.is_file() and not laid_out:
+        raise UserError(usage(argv))
+    if not s.files and not s.out_dir:
+        s.values["out_dir"] = str(Path("out", Path(s.words[1]).name))
+    shared, folder = shared or ("average" if s.lora_rank else "stepwise"), train.wanted_folder(s)
     if (folder / "ckpt.pt").exists():
         raise UserError(f"{folder} holds a run already; choose another --out_dir=")
-    dense = train.load_checkpoint(path)
-    with train.fitting(path):
-        there, step, then = GPTConfig(**dense["model_config"]), dense["step"], f"step {dense.get('val_step', dense['step'])}: {dense['val_loss']:.4f}"
-        kin = {name: dense[name] for name in ("tokenizer", "fingerprint")}
-        for name, value in {"vocab_size": there.vocab_size, **{name: dense["settings"][name] for name in ("dataset", "data_dir")}}.items():
-            if s.origins[name] == "default":
-                s.values[name], s.origins[name] = value, ascii(str(path))
+    donor = read_run(source) if not source.is_dir() else read_others(source, s, folder)
+    there = donor.cfg
+    as_it_is = donor.step is None and not s.files and all(s.origins[name] == "default" or s.values[name] == getattr(there, name) for name in LAYOUT)
+    for name, value in {**{name: getattr(there, name) for name in (GPTConfig.__dataclass_fields__ if as_it_is else SAME)}, **donor.data}.items():
+        if s.origins[name] == "default":
+            s.values[name], s.origins[name] = value, ascii(str(donor.path))
     cfg = s.build(GPTConfig)
-    check_pair(path, there, cfg, s.origins)
+    if not as_it_is:
+        check_layout(donor.path, there, cfg, s.origins)
+    check_same(donor.path, there, cfg, s.origins)
+    about = {"source": str(donor.path), "source_step": donor.step, "shared": None if as_it_is else shared, "lora_rank": cfg.lora_rank, "kept": {}}
     torch.manual_seed(s.seed)
-    model = GPT(cfg)
-    with train.fitting(path):
-        state, kept = convert(dense["model"], there, model.state_dict(), cfg, shared)
+    model, state = GPT(cfg), donor.state
+    if not as_it_is:
+        with train.fitting(donor.path):
+            state, about["kept"] = convert(donor.state, there, model.state_dict(), cfg, shared)
+    with train.fitting(donor.path):
         model.load_state_dict(state)
-    about = {"source": str(path), "source_step": step, "shared": shared, "lora_rank": cfg.lora_rank, "kept": kept}
     print(conversion(about, there, cfg))
-    loss = measure(model, s, kin)
-    save_start(folder, s, {"model": state, "val_loss": loss, "model_config": asdict(cfg), **kin, "converted": about})
-    print(f"validation {loss:.4f} nats/token; the source, at its {then}\n"
-          f"next: python train.py --init_from={shlex.quote(str(folder))} --out_dir={shlex.quote(f'{folder}_tuned')} "
-          f"--learning_rate={0.3 * s.learning_rate:.2g}")
+    loss = measure(model, s, donor.kin)
+    save_start(folder, s, {"model": state, "val_loss": loss, "model_config": asdict(cfg), **donor.kin, "converted": about}, donor.tokenizer)
+    print(f"validation {loss:.4f} nats/token{donor.loss}\n" * (donor.step is not None or not math.isnan(loss)) + what_next(folder, s, donor))
 
 
-def save_start(folder, s, state):
-    """A run's folder that stands at step 0, without an optimizer."""
+def usage(argv):
+    return (f"weights takes a dense run and a config file, or other people's weights (a folder or a name on the Hub), got {shlex.join(argv[1:]) or 'neither'}; "
+            "for example: python prepare.py weights out/gpt_tiny config/rrt_tiny.py")
+
+
+def check_export(source, s):
+    """The checkpoint to be exported; UserError where more is asked for than that."""
+    given = [*s.files, *(f"--{name}" for name, origin in s.origins.items() if origin == "command line" and name != "export")]
+    if given:
+        raise UserError(f"--export writes a run as it is; leave out {', '.join(given)}")
+    if source.is_dir():
+        raise UserError(f"--export writes a run for transformers, and {source} is a folder of theirs already")
+    return source
+
+
+def what_next(folder, s, donor):
+    run = shlex.quote(str(folder))
+    train = f"python train.py --init_from={run} --out_dir={shlex.quote(f'{folder}_tuned')} --learning_rate={0.3 * s.learning_rate:.2g}"
+    if donor.step is not None:
+        return f"next: {train}"
+    name = run if donor.tokenizer else donor.kin["tokenizer"]
+    return f"next: python sample.py --out_dir={run} --start='Once upon a time'\n   or: python prepare.py stdlib --tokenizer={name} --name=mine && {train} --dataset=mine"
+
+
+def save_start(folder, s, state, tokenizer=None):
+    """A run's folder that stands at step 0, without an optimizer. tokenizer: a file to be kept beside it."""
     import torch
     import train
     about, lock = state["converted"], train.hold(folder)
     if not lock:
         raise UserError(f"another process is at work in {folder}; choose another --out_dir=")
     with lock:
+        if tokenizer and tokenizer.resolve() != (folder / "tokenizer.json").resolve():
+            shutil.copyfile(tokenizer, folder / "tokenizer.json")
         train.save_checkpoint(folder / "ckpt.pt", {"format": train.FORMAT, "step": 0, "val_step": 0, "settings": dict(s.values), "commit": train.commit(),
                                                    "torch": str(torch.__version__), **state})
-        head = f"# Converted from {ascii(about['source'])}, step {about['source_step']}, by prepare.py weights --shared={about['shared']}\n"
+        head = f"# Converted from {ascii(about['source'])}{said_step(about)}, by prepare.py weights{' --shared=' + about['shared'] if about['shared'] else ''}\n"
         train.write_whole(folder / "config.py", lambda file: file.write((head + s.dump()).encode("utf-8")))
+
+
+def said_step(about):
+    return "" if about["source_step"] is None else f", step {about['source_step']}"
 
 
 def conversion(about, there, cfg):
     """A page about a conversion."""
-    lines = [f"{about['source']}, step {about['source_step']}: {there.layout}, {there.n_params():,} parameters, as {cfg.layout}, {cfg.n_params():,}; "
-             f"core blocks: {about['shared']}, lora_rank {cfg.lora_rank}"]
+    lines = [f"{about['source']}{said_step(about)}: {there.layout}, {there.n_params():,} parameters, as {cfg.layout}, {cfg.n_params():,}"
+             + (f"; core blocks: {about['shared']}, lora_rank {cfg.lora_rank}" if about["shared"] else f"; {cfg.block}, context {cfg.block_size}")]
     if cfg.lora_rank:
         lines += [f"share of the squared norm of W_layer - W_shared that rank {cfg.lora_rank} keeps (- where they are equal)",
                   f"{'step':>6}" + "".join(f"{name:>9}" for name in about["kept"])]
         lines += [f"{step:6}" + "".join(f"{'-' if share is None else f'{share:.3f}':>9}" for share in row)
                   for step, row in enumerate(zip(*about["kept"].values()))]
-    if cfg.bias:
+    if cfg.bias and about["shared"]:
         lines.append("note: biases have no additions: the steps share them, so that no rank makes the two models equal")
     return "\n".join(lines)
 

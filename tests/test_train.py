@@ -683,7 +683,7 @@ def test_a_number_out_of_range_is_refused_before_any_data_is_touched(flag):
 # A value for each model key, beside which other keys, that must change parameters, an answer or a training loss, or be called unused.
 MODEL_KEYS = {
     "block": ("llama", {}), "vocab_size": (80, {}), "block_size": (16, {}), "n_embd": (24, {}), "n_head": (4, {}), "n_kv_head": (1, {}),
-    "n_ffn": (20, {}), "bias": (True, {}), "dropout": (0.5, {}), "n_prelude": (2, {}), "n_core": (2, {}), "n_recur": (3, {}), "n_coda": (2, {}),
+    "n_ffn": (20, {}), "bias": (True, {}), "gelu": ("tanh", {}), "dropout": (0.5, {}), "n_prelude": (2, {}), "n_core": (2, {}), "n_recur": (3, {}), "n_coda": (2, {}),
     "sharing": ("middle_sequence", dict(update="replace", n_core=2, depth_sampling="fixed")), "update": ("inject", {}), "router": ("expert", {}),
     "kv": ("share", {}), "router_kind": ("mlp", dict(router="expert")), "router_width": (8, dict(router="expert", router_kind="mlp")),
     "router_score": ("tanh", dict(router="expert")), "router_alpha": (0.5, dict(router="expert")), "capacity": ([1.0, 1.0, 1.0, 0.25], dict(router="expert")),
