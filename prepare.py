@@ -131,7 +131,11 @@ def fingerprint(encoding):
 # it: digits are cut out first, and spaces before one are then the end of a text.
 GPT2_PIECES = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 DIGIT_PIECES = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++|\s+(?![^\s\p{N}])|\s+"""
-NEVER_IN_UTF8 = {bytes([i]) for i in (0xC0, 0xC1, *range(0xF5, 0x100))}
+OTHERS = r"[^\s\p{L}\p{N}]"
+# Bytes that a vocabulary may lack: no text has them, or only control characters and planes of Unicode that stand empty do.
+NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
+SELDOM = {**{byte: f"\\x{{{byte:X}}}" for byte in (*range(9), *range(14, 32), 127)},
+          **{0xF0 + i: f"\\x{{{0x40000 * i:X}}}-\\x{{{min(0x40000 * (i + 1), 0x110000) - 1:X}}}" for i in range(1, 5)}}
 PROBE = "".join(map(chr, range(1, 0x250))) + "it's 12 345\r\n\n  x \t 1\n  2 \u4e2d\u6587 \U0001f98a  "
 
 
@@ -144,19 +148,22 @@ def byte_letters():
 
 def read_tokenizer(path):
     """The byte-level BPE of a tokenizer.json, Hugging Face's format, with the same ids for the same text. The letters of a special
-    token inside a text are ordinary text here. UserError: another kind of tokenizer, or no such file."""
+    token inside a text are ordinary text here. A character that the vocabulary has no bytes for is left out, there and here.
+    UserError: another kind of tokenizer, or no such file."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
         special = {token["content"]: token["id"] for token in about.get("added_tokens") or []}
         letters, vocab = byte_letters(), {word: i for word, i in about["model"]["vocab"].items() if word not in special}
         merges = [pair.split(" ") if type(pair) is str else pair for pair in about["model"].get("merges", [])]
-        pieces = pieces_of(about.get("pre_tokenizer"))
-        problem = why_not_ours(about, vocab, merges, pieces, special)
+        lacking = {byte for letter, byte in letters.items() if letter not in vocab} - NEVER_IN_UTF8
+        pieces = pieces_of(about.get("pre_tokenizer"), [SELDOM[byte] for byte in sorted(lacking & set(SELDOM))])
+        problem = why_not_ours(about, vocab, merges, pieces, special, lacking - set(SELDOM))
         if problem:
             raise UserError(f"tokenizer {path} {problem}; only byte-level BPE as GPT-2's and SmolLM's is read here")
         ranks = {bytes(map(letters.__getitem__, word)): i for word, i in vocab.items()}
         encoding = tiktoken.Encoding(str(path), pat_str=pieces, mergeable_ranks=ranks, special_tokens=special)
-        if encoding.decode(encoding.encode_ordinary(PROBE)) != PROBE:
+        probe = "".join(char for char in PROBE if not lacking & set(char.encode()))
+        if encoding.decode(encoding.encode_ordinary(PROBE)) != probe:
             raise ValueError("text is lost on the way to ids and back")
         return encoding
     except OSError as error:
@@ -165,11 +172,10 @@ def read_tokenizer(path):
         raise UserError(f"tokenizer {path} is damaged ({one_line(error)}); get a good copy") from None
 
 
-def why_not_ours(about, vocab, merges, pieces, special):
+def why_not_ours(about, vocab, merges, pieces, special, lacking):
     """What in a tokenizer.json tiktoken would do otherwise, or None. tiktoken merges by the ids of what comes out, so merges have to
     be in the order of ids, and nothing may be in the vocabulary that no merge makes."""
     letters, made = byte_letters(), [vocab.get(a + b, -1) for a, b in merges]
-    lacking = {bytes([byte]) for letter, byte in letters.items() if letter not in vocab} - NEVER_IN_UTF8
     problems = {"is no BPE": about["model"].get("type", "BPE") != "BPE" or about["model"].get("byte_fallback"),
                 "changes the text first (normalizer)": about.get("normalizer"),
                 "cuts the text in a way that is not known here (pre_tokenizer)": not pieces,
@@ -181,17 +187,18 @@ def why_not_ours(about, vocab, merges, pieces, special):
     return next((problem for problem, holds in problems.items() if holds), None)
 
 
-def pieces_of(cut):
-    """The pattern of a pre_tokenizer; None where there is none that does the same."""
+def pieces_of(cut, left_out):
+    """The pattern of a pre_tokenizer, but for the characters of these ranges; None where there is none that does the same."""
+    spoken = lambda pattern: pattern.replace(OTHERS, OTHERS[:-1] + "".join(left_out) + "]")
     cuts = (cut or {}).get("pretokenizers") or [cut or {}]
     kinds, last, first = [one.get("type") for one in cuts], cuts[-1], cuts[0]
     if last.get("add_prefix_space"):
         return None
     if kinds == ["ByteLevel"] and last.get("use_regex", True):
-        return GPT2_PIECES
+        return spoken(GPT2_PIECES)
     if kinds == ["Digits", "ByteLevel"] and first.get("individual_digits") and last.get("use_regex", True):
-        return DIGIT_PIECES
-    if kinds == ["Split", "ByteLevel"] and not last.get("use_regex", True) and (first["behavior"], first["invert"]) == ("Isolated", False):
+        return spoken(DIGIT_PIECES)
+    if kinds == ["Split", "ByteLevel"] and not left_out and not last.get("use_regex", True) and (first["behavior"], first["invert"]) == ("Isolated", False):
         return first["pattern"].get("Regex")
     return None
 
@@ -941,7 +948,7 @@ def read_safetensors(path):
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size)) if size < PIECE * 100 else None
+            header = json.loads(file.read(min(size, 100 * PIECE)))
         raw, tensors = np.memmap(path, np.uint8, "c", offset=8 + size), {}
         for name, about in header.items():
             if name != "__metadata__" and about["dtype"] not in FLOATS:

