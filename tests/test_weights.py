@@ -25,6 +25,7 @@ from toy import DENSE, flags, make_config, make_data, refusal
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "train.py").read_text("utf-8") + "Ünï çødé 1 22 333 \u00b2\u2167 \t\n\n  x\r\n 'll it's 🦊🦊 中文 "
