@@ -4,17 +4,21 @@
     python prepare.py fineweb-edu --tokenizer=gpt2 --max_tokens=1e9 --num_proc=8
     python prepare.py phop [--hops=4]             # or addition [--digits=4]: made on the spot, where depth has to pay
     python prepare.py weights out/gpt_tiny config/rrt_tiny.py --out_dir=out/rrt_start    # a dense run becomes a recursive model
+    python prepare.py weights HuggingFaceTB/SmolLM2-135M --out_dir=out/smollm2           # other people's weights become a run
+    python prepare.py weights out/gpt_tiny --export=gpt_tiny_for_transformers            # and a run what transformers loads
 
 SOURCE is `stdlib` (the default: the source code of Python's own library, so nothing is downloaded), a text file, a JSONL
 (.jsonl) or Parquet (.parquet) file, a folder of such files, or a set on the Hugging Face Hub by its short name:
 `shakespeare`, `tinystories`, `openwebtext`, `fineweb-edu`. A short name wins over a file of that name; write ./shakespeare
 for the file. A file is one document, in JSONL a line is one, in Parquet and on the Hub a row; empty ones are left out.
 `phop` and `addition` are synthetic: rows of one length, in which only answers count (a section of this file says how).
-fineweb-edu is SmolLM's corpus, and trains here with GPT-2's vocabulary, as SmolLM's shapes do: tiktoken has none of 49,152.
+fineweb-edu is SmolLM's corpus, and trains here with GPT-2's vocabulary, as SmolLM's shapes do: tiktoken has none of 49,152; SmolLM's
+own, a tokenizer.json, comes with its weights (--tokenizer=FOLDER).
 A .bin file is nothing but token ids, little-endian uint16 or uint32, with one end-of-text token after each document.
 Documents are packed: a training window may hold several, and they see each other.
 The letters `<|endoftext|>` inside a document are ordinary text, never that token.
-`weights RUN CONFIG` makes starting weights for train.py's --init_from=; its flags are the keys of a config and --shared=.
+`weights SOURCE [CONFIG]` makes starting weights for train.py's --init_from=; its flags are the keys of a config, --shared= and
+--export=, and `python prepare.py weights --help` says what SOURCE may be.
 """
 import codecs
 import contextlib
@@ -1457,7 +1461,8 @@ def weights(argv):
     print(conversion(about, there, cfg))
     loss = measure(model, s, donor.kin)
     save_start(folder, s, {"model": state, "val_loss": loss, "model_config": asdict(cfg), **donor.kin, "converted": about}, donor.tokenizer)
-    print(f"validation {loss:.4f} nats/token{donor.loss}\n" * (donor.step is not None or not math.isnan(loss)) + what_next(folder, s, donor))
+    has_data = donor.step is not None or not math.isnan(loss)
+    print(f"validation {loss:.4f} nats/token{donor.loss}\n" * has_data + what_next(folder, s, donor, has_data))
 
 
 def usage(argv):
@@ -1475,10 +1480,10 @@ def check_export(source, s):
     return source
 
 
-def what_next(folder, s, donor):
+def what_next(folder, s, donor, has_data):
     run = shlex.quote(str(folder))
     train = f"python train.py --init_from={run} --out_dir={shlex.quote(f'{folder}_tuned')} --learning_rate={0.3 * s.learning_rate:.2g}"
-    if donor.step is not None:
+    if has_data:
         return f"next: {train}"
     name = run if donor.tokenizer else donor.kin["tokenizer"]
     return f"next: python sample.py --out_dir={run} --start='Once upon a time'\n   or: python prepare.py stdlib --tokenizer={name} --name=mine && {train} --dataset=mine"
