@@ -18,7 +18,7 @@ A .bin file is nothing but token ids, little-endian uint16 or uint32, with one e
 Documents are packed: a training window may hold several, and they see each other.
 The letters `<|endoftext|>` inside a document are ordinary text, never that token.
 `weights SOURCE [CONFIG]` makes starting weights for train.py's --init_from=; its flags are the keys of a config, --shared= and
---export=, and `python prepare.py weights --help` says what SOURCE may be.
+--export=, and with --help after `weights` it says what SOURCE may be.
 """
 import codecs
 import contextlib
