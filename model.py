@@ -357,6 +357,12 @@ def generator(seed, device="cpu"):
     return torch.Generator(device).manual_seed(seed)
 
 
+@functools.cache
+def constant(numbers, device, dtype):
+    """A tuple of numbers as a tensor, sent to the device once: a GPU would be waited for each time, and no CUDA graph could hold it."""
+    return torch.tensor(numbers, device=device, dtype=dtype)
+
+
 def make_norm(cfg, width=None):
     return KINDS[cfg.block].norm(cfg, width or cfg.n_embd)
 
@@ -396,7 +402,7 @@ class Rotary(nn.Module):
 
     def tables(self, position_BT):
         """cos and signed sin, (B or 1, T, 1, K) in float32; made once per forward, used by every block of every step."""
-        angle = position_BT[..., None, None] * torch.tensor(self.turns, device=position_BT.device)
+        angle = position_BT[..., None, None] * constant(tuple(self.turns), position_BT.device, torch.get_default_dtype())
         return angle.cos(), angle.sin()
 
 
@@ -858,7 +864,7 @@ def weigh(q_BTHK, k_BSGK, v_BSGK, mask_B1TS, causal, dropout):
 
 
 def flash_fits(q):
-    return q.is_cuda and q.dtype.itemsize == 2
+    return q.is_cuda and q.dtype.itemsize == 2 and q.size(-1) % 8 == 0 and q.size(-1) <= 256          # of either library's kernels
 
 
 def dot(q_BHTK, k_BGSK, v_BGSK, mask_B1TS, causal=False, dropout=0.0):
@@ -1071,7 +1077,8 @@ class Who(NamedTuple):
         if self.index_AC is None:
             return step
         before = self.depth if torch.is_tensor(self.depth) else torch.full((B, T, 1), self.depth, device=self.index_AC.device)
-        return self.put(before, torch.as_tensor(step, device=self.index_AC.device).expand(self.index_AC.shape)[..., None])
+        now = step if torch.is_tensor(step) else torch.full((), step, device=self.index_AC.device)
+        return self.put(before, now.expand(self.index_AC.shape)[..., None])
 
     def went(self, h_BTD, step):
         return self._replace(depth=self.taken(*h_BTD.shape[:2], step))
@@ -1194,12 +1201,7 @@ def at_step(numbers, step):
     """The number of each row's step; beyond the last step the last one."""
     if isinstance(step, int):
         return numbers[step]
-    return constant(tuple(numbers), step.device)[step.clamp(max=len(numbers) - 1)]
-
-
-@functools.lru_cache
-def constant(numbers, device):
-    return torch.tensor(numbers, device=device, dtype=torch.float64)
+    return constant(tuple(numbers), step.device, torch.float64)[step.clamp(max=len(numbers) - 1)]
 
 
 class Everyone(nn.Module):
@@ -2067,7 +2069,8 @@ def draw(logits_BV, temperature=1.0, top_k=None, top_p=None, generator=None):
         likelier_BV = sorted_BV.cumsum(-1) - sorted_BV                # mass of the tokens before each one
         kept_BV = sorted_BV * (likelier_BV < (top_p or 1) * sorted_BV.sum(-1, keepdim=True))
         p_BV = torch.zeros_like(p_BV).scatter(-1, index_BV, kept_BV)
-    return torch.multinomial(p_BV, 1, generator=generator).squeeze(-1)
+    # What torch.multinomial does, draw for draw, without its checks of p, which wait for the device.
+    return (p_BV / torch.empty_like(p_BV).exponential_(generator=generator)).argmax(-1)
 
 
 @torch.inference_mode()
