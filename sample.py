@@ -387,15 +387,14 @@ class HalfRows(NamedTuple):
     slot_A: torch.Tensor
     first_A111: torch.Tensor         # rows at step 0
 
-    causal, mask_A1TS = False, None
-    span_A, reach = property(lambda self: self.seat.span_A), property(lambda self: self.seat.reach)
+    window = property(lambda self: self.seat.window)
 
     def exchange(self, make):
-        make, n = list(make), self.seat.window.n_made
+        make, n = list(make), self.window.n_made
         made = make[self.half](n).to(self.kept.dtype)         # rows at step 0 come first
         self.kept[self.slot_A[:n]] = torch.where(self.first_A111[:n], made, self.kept[self.slot_A[:n]])
         make[self.half] = lambda n=None: self.kept[self.slot_A]
-        return self.seat._replace(window=self.seat.window._replace(n_made=None)).exchange(make)
+        return self.seat._replace(window=self.window._replace(n_made=None)).exchange(make)
 
 
 class Shelves:
@@ -509,7 +508,7 @@ class Shelves:
         place_C, first_A, n_A = table[:, at : at + 3].unbind(1)
         reach, span_A = ((first_A, n_A, self.most), None) if self.fixed else (None, [(row[at + 1], row[at + 1] + row[at + 2]) for row in rows])
         place_C = place_C if n_made is None else place_C[:n_made] if n_made else None
-        return Window(place_C, None, None, 0, 0, None, span_A, n_made=n_made, reach=reach)
+        return Window(place_C, span_A=span_A, n_made=n_made, reach=reach)
 
     def begin_core(self, table, rows):
         """table: slot, step, core_row()"""
@@ -843,7 +842,7 @@ class Engine:
             x_P1D = self.model.finish(self.state["h"][slot_P], Who(**self.of(("position_AC", "cos", "sin"), slot_P)), self.shelves.coda_seat)
         logits_PV = at_least_fp32(self.model.head(x_P1D)[:, 0])
         fine_P = torch.isfinite(logits_PV).all(-1)
-        return logits_PV.where(fine_P[:, None], 0.0), fine_P
+        return logits_PV.masked_fill(~fine_P[:, None], 0.0), fine_P
 
     def pass_start(self, token_P, going, start):
         """The tokens that were just drawn, and first ones; None or who takes step 0."""
@@ -969,7 +968,7 @@ def read_request(where, line):
         try:
             request[name] = value if value is None else config.cast(value, REQUEST_KEYS[name])
         except (KeyError, ValueError, OverflowError):
-            raise UserError(f"{where}: {config.clip(f'{name}={value!r}', 80)} is not understood; a request has {', '.join(REQUEST_KEYS)}")
+            raise UserError(f"{where}: {config.clip(repr({name: value}), 80)} is not understood; a request has {', '.join(REQUEST_KEYS)}")
     return request
 
 

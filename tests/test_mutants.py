@@ -23,7 +23,7 @@ ANEW = ("model", "sample", "tiny", "train")                      # what holds pa
 MUTANTS = {
     # ---- attention
     "the causal mask is off": (
-        "seat is None or seat.causal, dropout)",
+        "window.causal, dropout)",
         "False, dropout)",
         "test_model::test_a_token_changes_nothing_before_it"),
     "a cached query sees one token ahead": (
@@ -370,12 +370,12 @@ MUTANTS = {
         "likelier_BV = sorted_BV.cumsum(-1)",
         "test_cache::test_top_p_keeps_the_smallest_set_that_holds_p"),
     "one token is drawn for all rows": (
-        "torch.multinomial(p_BV, 1, generator=generator)",
-        "torch.multinomial(p_BV[:1], 1, generator=generator).expand(len(p_BV), 1)",
+        "(p_BV / torch.empty_like(p_BV).exponential_(generator=generator)).argmax(-1)",
+        "(p_BV[:1] / torch.empty_like(p_BV[:1]).exponential_(generator=generator)).argmax(-1).expand(len(p_BV))",
         "test_cache::test_samples_of_one_prompt_begin_with_many_different_tokens"),
     "the generator given is not used": (
-        "torch.multinomial(p_BV, 1, generator=generator)",
-        "torch.multinomial(p_BV, 1)",
+        "torch.empty_like(p_BV).exponential_(generator=generator)",
+        "torch.empty_like(p_BV).exponential_()",
         "test_cache::test_the_same_generator_gives_the_same_text_and_leaves_torchs_own_alone"),
     "a stop token in the prompt stops": (
         "[False] * len(prompts)",
@@ -598,7 +598,7 @@ MUTANTS = {
         "default, fresh, width = 5e-4, 0.0,",
         "test_serve::test_engine_text_is_that_of_generate_alone"),
     "the next token begins with the last one's exit score": (
-        "        self.past[row_n] = self.fresh",
+        "        self.past.index_fill_(0, row_n, self.fresh)",
         "        pass",
         "test_serve::test_engine_text_is_that_of_generate_alone"),
     "a span reads one place too many": (
