@@ -915,17 +915,14 @@ class Replay:
         return out
 
     def capture(self, held, *others):
-        kind, graph = held.device.type, torch.cuda.CUDAGraph()
-        side, here = torch.cuda.Stream(held.device), torch.cuda.current_stream(held.device)
+        graph, side, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(held.device), torch.cuda.current_stream(held.device)
         side.wait_stream(here)
-        # Autocast as it is, but without its cache: the weights cast beforehand go when it ends, and a graph would still read there.
-        with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
-            with torch.cuda.stream(side):                     # what is made at first use has to be there
-                for _ in range(3):
-                    self.call(held, *others)
-            here.wait_stream(side)
-            with torch.cuda.graph(graph, stream=side):
-                out = self.call(held, *others)
+        with torch.cuda.stream(side):                         # what is made at first use has to be there
+            for _ in range(3):
+                self.call(held, *others)
+        here.wait_stream(side)
+        with torch.cuda.graph(graph, stream=side):
+            out = self.call(held, *others)
         return held, graph, out
 
 

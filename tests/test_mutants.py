@@ -738,16 +738,16 @@ MUTANTS = {
         "            pass\n",
         "test_serve::test_who_is_put_aside_by_an_engine_whose_rows_are_in_step_waits_for_his_own"),
     "what a run had still to tell is lost": (
-        "                yield self.untold.popleft()",
-        "                yield self.untold.popleft()\n                self.untold.clear()",
+        "            while self.untold:\n                yield self.untold.popleft()",
+        "            told, self.untold = self.untold, deque()\n            yield from told",
         "test_serve::test_who_leaves_the_run_of_an_engine_in_the_midst_misses_nothing_in_the_next"),
     "an engine goes on in training mode": (
         "            self.model.eval()\n        with self.autocast:",
         "            pass\n        with self.autocast:",
         "test_serve::test_an_engine_serves_in_evaluation_mode_whoever_trains_in_between"),
     "a graph reads the weights that autocast keeps": (
-        "cache_enabled=False",
-        "cache_enabled=True",
+        "    @torch.inference_mode()\n    def tick",
+        "    @torch.no_grad()\n    def tick",
         "test_serve::test_a_graph_of_an_engine_reads_no_weights_that_autocast_keeps"),
     "a graph writes the state into a new tensor": (
         "                    before[name].copy_(after[name])\n            state[\"h\"] = before[\"h\"]",
