@@ -584,7 +584,7 @@ class Engine:
     *depth-wise* batching [MoR, 2.2.2] (depthwise; the default where tokens stop at different depths): rows at different steps share one
     call of `Recursion.step`; rows that stop are collected, go through finish, sampling and start together, and others take their places.
 
-    slots: requests in flight. core_rows: of them in one step (None: all). n_places: tokens of the longest request, prompt and text (None:
+    slots: requests in flight. core_rows: depth-wise, of them in one step (None: all). n_places: tokens of the longest request, prompt and text (None:
     block_size). n_whole: K/V memory, in requests of that length at declared capacities (None: slots). finish_rows: depth-wise, finish waits for so
     many while the core is full. For measuring: steps, (request number, position) -> steps to take, in place of the router's answer, which is
     asked all the same; by_arrival=False: a routed step reads as many places as there are tokens, which changes the texts. fixed: passes of fixed shapes, filled up, and

@@ -495,6 +495,14 @@ def test_a_step_of_an_engine_computes_its_rows_alone_and_in_fixed_passes_always_
     assert len(sizes) == engine.counts["core_calls"] and set(sizes) == {4} if fixed else sum(sizes) == engine.counts["core_rows"] and len(set(sizes)) > 1
 
 
+def test_a_fixed_engine_whose_rows_are_in_step_has_them_all_in_it_whatever_core_rows_says():
+    model, sizes = build(router="expert"), set()
+    hook = model.recursion.core[0].mlp.register_forward_hook(lambda module, args, out: sizes.add(len(out)))
+    serve(Engine(model, slots=6, core_rows=4, depthwise=False, fixed=True), asks(8, seed=6, prompts=(1,)), at_once=True)
+    hook.remove()
+    assert sizes == {6}
+
+
 # ----------------------------------------------------------------------------------------------------------- what batching saves
 
 
