@@ -274,8 +274,9 @@ def test_shares_of_attention_are_those_of_the_slow_models_weights(changes):
             assert head["spread"] == pytest.approx(mean(lambda p: -sum(x * math.log(x) for x in p if x) / math.log(len(p))))
 
 
-def test_a_head_has_the_type_of_where_half_of_it_looks():
-    assert [head_type(*looks) for looks in ((0.5, 0.3, 0.1, 0.3), (0.3, 0.5, 0.1, 0.3), (0.1, 0.3, 0.5, 0.3), (0.2, 0.2, 0.2, 0.9), (0.4, 0.4, 0.2, 0.5))] == [*HEAD_TYPES[:3], "broadcast", "mixed"]
+def test_a_head_has_the_type_of_where_it_looks_most():
+    looks = ((0.3, 0.2, 0.1, 0.9), (0.31, 0.4, 0.1, 0.3), (0.1, 0.3, 0.6, 0.3), (0.29, 0.2, 0.2, 0.75), (0.29, 0.29, 0.2, 0.74))
+    assert [head_type(*look) for look in looks] == [*HEAD_TYPES[:3], "broadcast", "mixed"]
     model = exact(n_core=1)
     with torch.no_grad():
         model.recursion.core[0].attention.query.weight.zero_()             # all scores alike
@@ -393,6 +394,7 @@ def test_the_table_of_steps_is_that_of_a_pass_over_all_its_windows(go):
     assert f"{part['improvement']['tenths'][-1]['improvement']:+.3f}" in cells[4]
 
 
+@pytest.mark.slow
 def test_the_batch_size_changes_no_number(go):
     one, three = (go(batch_size=n)[1] for n in (1, 3))
     flat = lambda x: [y for v in (x.values() if isinstance(x, dict) else x) for y in (flat(v) if isinstance(v, (dict, list)) else [v])]  # noqa: E731
@@ -401,6 +403,7 @@ def test_the_batch_size_changes_no_number(go):
             assert a == (pytest.approx(b, abs=2e-4) if isinstance(b, float) else b)
 
 
+@pytest.mark.slow
 def test_the_papers_claims_are_asked_of_a_loop_and_not_of_a_dense_model(go):
     lines, part, _ = go(compare="out/dense")
     dense = part["compare"][0]
