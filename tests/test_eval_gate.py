@@ -168,6 +168,7 @@ def test_the_table_of_the_gate_is_that_of_a_pass_over_all_its_windows(go, name):
 def test_the_papers_claims_are_the_last_step_minus_the_first(go):
     part = go()[1]
     rises, shuts, falls = part["claims"]
+    assert go(out_dir="out/routed")[1]["claims"] == []                     # others take the last step than the first
     first, last = part["steps"][0], part["steps"][-1]
     for c, name, side in ((rises, "gate", "above"), (shuts, "shut", "above"), (falls, "openness", "below")):
         assert c["value"] == pytest.approx(last[name]["value"] - first[name]["value"], abs=1e-12) and c[side] == 0 and c["interval"][0] <= c["value"] <= c["interval"][1]

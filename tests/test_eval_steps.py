@@ -427,6 +427,7 @@ def test_routed_runs_and_those_with_one_depth_say_what_they_have_not(go):
     run = open_run("out/expert")
     depth_BT = run.model(run.split.batch(train.fixed_windows(run.split, 320))[0]).depth_BT
     assert [step["took"] for step in part["steps"]] == [(depth_BT > r).double().mean().item() for r in range(4)] and part["steps"][3]["took"] < 1
+    assert [c["claim"].split()[0] for c in part["claims"]] == ["harder", "the"] and part["compare"][0]["claims"]
     other = part["compare"][0]
     assert other["improvement"] is None and [step["gain"] for step in other["steps"]] == [None, None] and any("out/sequence: one depth only" in line for line in lines)
 
