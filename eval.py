@@ -839,7 +839,8 @@ class HeadWatch:
     def __init__(self, model):
         cfg = model.cfg
         self.why = f"router={cfg.router!r}" if cfg.router != "none" else f"kv={cfg.kv!r}" if cfg.kv != "own" else ""
-        self.attentions, self.sums, self.per_step = [] if self.why else [block.attention for block in model.recursion.core], [], 1 if is_plain(cfg) else cfg.n_core
+        self.attentions = [] if self.why else [block.attention for block in model.recursion.core]
+        self.sums, self.per_step = [], 1 if is_plain(cfg) else cfg.n_core
 
     def __enter__(self):
         self.n_heard, self.hooks = 0, [attention.register_forward_pre_hook(self.hear) for attention in self.attentions]
@@ -859,7 +860,8 @@ class HeadWatch:
         names, steps = ("previous", "self", "first", "spread"), []
         for i in range(0, len(self.sums), self.per_step):
             blocks = [(sums_5H[:4] / sums_5H[4]).T.tolist() for sums_5H in self.sums[i : i + self.per_step]]
-            heads = [{"block": j, "head": h, **dict(zip(names, looks)), "type": head_type(*looks)} for j, block in enumerate(blocks) for h, looks in enumerate(block)]
+            heads = [{"block": j, "head": h, **dict(zip(names, looks)), "type": head_type(*looks)}
+                     for j, block in enumerate(blocks) for h, looks in enumerate(block)]
             steps.append({"counts": {name: sum(head["type"] == name for head in heads) for name in HEAD_TYPES}, "heads": heads})
         return {"why": self.why, "steps": steps}
 
@@ -887,7 +889,8 @@ def improvement(initial_N, final_N, window_N, n_windows):
     x, y = (np.array([ratio(pair) for pair in pairs]) for pairs in (firsts, gains))
     better = np.stack([np.bincount(window_N, final_N < initial_N, n_windows), np.bincount(window_N, minlength=n_windows)])
     return {"initial": "depth 0", "tenths": [{"initial": a, "improvement": b} for a, b in zip(x.tolist(), y.tolist())],
-            "hardest_minus_easiest": change(gains[0], gains[-1]), "r2": number_of(*firsts, *gains, of=lambda means: explained(*np.split(means, 2))), "better": number_of(better)}
+            "hardest_minus_easiest": change(gains[0], gains[-1]), "better": number_of(better),
+            "r2": number_of(*firsts, *gains, of=lambda means: explained(*np.split(means, 2)))}
 
 
 def step_windows(run, s):
@@ -915,7 +918,7 @@ def measure_steps(run, s):
         cka.add(p.states, torch.stack(p.took).all(0))
     in_WT, nats_RWT = torch.cat(there).numpy(), torch.cat(nats, 1).numpy()
     numbers = {"windows": len(in_WT), "tokens": int(in_WT.size), "layout": cfg.layout, "update": cfg.update, "router": cfg.router,
-               "steps": [step_numbers(sums, r, depths) for r in range(1, n_steps + 1)],
+               "used": used(cfg, depth=[r / cfg.n_core if is_plain(cfg) else r for r in depths]), "steps": [step_numbers(sums, r, depths) for r in range(1, n_steps + 1)],
                "cka": {"states": cka.kept, "matrix": cka.matrix().tolist(), "neighbours": cka.neighbours() if cka.whole and n_steps > 1 else None},
                "improvement": improvement(nats_RWT[0][in_WT], nats_RWT[-1][in_WT], in_WT.nonzero()[0], len(in_WT)) if len(depths) > 1 else None,
                "heads": heads.numbers()}
@@ -935,10 +938,12 @@ def step_claims(n, sums, n_steps):
     a difference would say little.)"""
     claims = []
     if n_steps > 1 and n["router"] == "none":
-        claims.append(judge("the update norm falls (last step minus first; Large: 17.6 to 6.5)", "GRT", **change(sums["update_norm", 1], sums["update_norm", n_steps]), below=0))
+        falls = change(sums["update_norm", 1], sums["update_norm", n_steps])
+        claims.append(judge("the update norm falls (last step minus first; Large: 17.6 to 6.5)", "GRT", **falls, below=0))
     if n["improvement"]:
-        claims += [judge("harder tokens improve more (hardest tenth minus easiest, nats; Large: 5.02 - .49)", "GRT", **n["improvement"]["hardest_minus_easiest"], above=0),
-                   judge("the improvement is a straight line in the initial loss (R^2; Large: .998)", "GRT", **n["improvement"]["r2"], above=0.9)]
+        more, line = (n["improvement"][name] for name in ("hardest_minus_easiest", "r2"))
+        claims += [judge("harder tokens improve more (hardest tenth minus easiest, nats; Large: 5.02 - .49)", "GRT", **more, above=0),
+                   judge("the improvement is a straight line in the initial loss (R^2; Large: .998)", "GRT", **line, above=0.9)]
     return claims
 
 
@@ -954,8 +959,8 @@ def report_steps(runs, s):
     """How the state moves from step to step, to whom that is worth what, and where the heads look; one picture for all runs."""
     measured = [(run, *measure_steps(run, s)) for run in runs]
     (first, n, cka), tables = measured[0], [(run, n) for run, n, _ in measured]
-    print(f"steps: how the state moves, on {n['windows']:,} fixed windows ({n['tokens']:,} tokens); k/L = the k-th of a dense model's L core blocks; means over "
-          f"the tokens that took a step (cosines: it and the last one)")
+    print(f"steps: how the state moves, on {n['windows']:,} fixed windows ({n['tokens']:,} tokens); k/L = the k-th of a dense model's L core blocks; "
+          f"means over the tokens that took a step (cosines: it and the last one)")
     tell_unpaired(runs)
     show_steps(tables)
     show_improvement(tables)
@@ -982,10 +987,11 @@ def show_steps(measured):
         for p in n["steps"]:
             r, gain = p["step"], p["gain"]
             near = f"{n['cka']['matrix'][at[r - 1]][at[r]]:.3f}" if r in at and r - 1 in at else "-"
-            rows.append((run.name, step_name(run.model.cfg, r), f"{p['took']:.1%}", number(p["update_norm"], ".3f"), show_interval(p["update_norm"]["interval"], ".3f"),
-                         number(p["relative_update"], ".3f"), number(p["update_cosine"], "+.3f"), number(p["proposal_cosine"], "+.3f"), near,
-                         number(gain, "+.4f"), show_interval(gain and gain["interval"], "+.4f")))
-    show(("run", "step", "took it", "||update||", "95% interval", "/ ||state||", "cos to last", "cos of proposals", "CKA to last", "loss drop", "95% interval"), rows)
+            rows.append((run.name, step_name(run.model.cfg, r), f"{p['took']:.1%}", number(p["update_norm"], ".3f"),
+                         show_interval(p["update_norm"]["interval"], ".3f"), number(p["relative_update"], ".3f"), number(p["update_cosine"], "+.3f"),
+                         number(p["proposal_cosine"], "+.3f"), near, number(gain, "+.4f"), show_interval(gain and gain["interval"], "+.4f")))
+    show(("run", "step", "took it", "||update||", "95% interval", "/ ||state||", "cos to last", "cos of proposals", "CKA to last", "loss drop",
+          "95% interval"), rows)
 
 
 def show_improvement(measured):
@@ -1003,7 +1009,8 @@ def show_heads(measured):
     rows = [(run.name, step_name(run.model.cfg, r), *(str(step["counts"][name]) for name in HEAD_TYPES))
             for run, n in measured for r, step in enumerate(n["heads"]["steps"], 1)]
     if rows:
-        print(f"heads of the core by where they look: {HEAD_SHARE:.0%} or more of it on one place; broadcast: on the first token, or entropy at least {HEAD_SPREAD:.0%} of an even spread's")
+        print(f"heads of the core by where they look: {HEAD_SHARE:.0%} or more of it on one place; broadcast: on the first token, or entropy at least "
+              f"{HEAD_SPREAD:.0%} of an even spread's")
         show(("run", "step", *HEAD_TYPES), rows)
     for run, n in measured:
         if n["heads"]["why"]:
@@ -1086,7 +1093,8 @@ def gate_values(p):
     through = [(1 - g_BTD) * (o_BTD - h_BTD) for g_BTD, o_BTD, h_BTD in zip(p.gates, p.proposals, p.states)]
     return {"gate": mean(lambda g: g), "square": mean(lambda g: in_double(g).square()),
             "shut": mean(lambda g: g > SHUT), "open": mean(lambda g: g < OPEN),
-            "openness": [(r, x_BTD.norm(dim=-1) / o_BTD.norm(dim=-1), took_BT) for r, (x_BTD, o_BTD, took_BT) in enumerate(zip(through, p.proposals, p.took), 1)]}
+            "openness": [(r, x_BTD.norm(dim=-1) / o_BTD.norm(dim=-1), took_BT)
+                         for r, (x_BTD, o_BTD, took_BT) in enumerate(zip(through, p.proposals, p.took), 1)]}
 
 
 def correlation(x_N, y_N, window_N, n_windows):
@@ -1135,9 +1143,10 @@ def measure_gate(run, s):
     hard = lambda open_WT, in_WT: difficulty(nats_WT[in_WT], open_WT[in_WT], in_WT.nonzero()[0], len(in_WT)) if in_WT.any() else None
     steps_WT = took_RWT.sum(0)
     whole_WT = (open_RWT * took_RWT).sum(0) / np.maximum(1, steps_WT)
-    steps = [{**gate_numbers(sums, r), "histogram": counts[r - 1].tolist(), "difficulty": hard(open_RWT[r - 1], in_WT & took_RWT[r - 1])} for r in range(1, R + 1)]
-    return {"windows": len(in_WT), "tokens": int(in_WT.size), "layout": cfg.layout, "router": cfg.router, "steps": steps, "difficulty": hard(whole_WT, in_WT & (steps_WT > 0)),
-            "weights": gate_weights(run.model.recursion.update), "claims": gate_claims(cfg, sums, R)}
+    steps = [{**gate_numbers(sums, r), "histogram": counts[r - 1].tolist(), "difficulty": hard(open_RWT[r - 1], in_WT & took_RWT[r - 1])}
+             for r in range(1, R + 1)]
+    return {"windows": len(in_WT), "tokens": int(in_WT.size), "layout": cfg.layout, "router": cfg.router, "used": used(cfg, depth=[0, R]), "steps": steps,
+            "difficulty": hard(whole_WT, in_WT & (steps_WT > 0)), "weights": gate_weights(run.model.recursion.update), "claims": gate_claims(cfg, sums, R)}
 
 
 def gate_numbers(sums, r):
@@ -1170,13 +1179,13 @@ def report_gate(runs, s):
 
 def show_gate(measured):
     show(("run", "step", "mean g", "95% interval", "std", f"g > {SHUT:g}", f"g < {OPEN:g}", "openness", "95% interval", "r", "95% interval"),
-         [(run.name, str(p["step"]), number(p["gate"], ".4f"), show_interval(p["gate"]["interval"], ".4f"), f"{p['std']:.4f}", number(p["shut"], ".1%"), number(p["open"], ".1%"),
-           number(p["openness"], ".4f"), show_interval(p["openness"]["interval"], ".4f"), number(p["difficulty"], "+.3f"),
+         [(run.name, str(p["step"]), number(p["gate"], ".4f"), show_interval(p["gate"]["interval"], ".4f"), f"{p['std']:.4f}",
+           number(p["shut"], ".1%"), number(p["open"], ".1%"), number(p["openness"], ".4f"), show_interval(p["openness"]["interval"], ".4f"), number(p["difficulty"], "+.3f"),
            show_interval(p["difficulty"] and p["difficulty"]["interval"], "+.3f")) for run, n in measured for p in n["steps"]])
     print("mean 1-g over the steps that a token took: tenths of the tokens by their loss at depth 0")
     show(("run", "easiest", *(f"{i}" for i in range(2, TENTHS)), "hardest", "r", "95% interval"),
-         [(run.name, *(f"{value:.4f}" for value in n["difficulty"]["tenths"]), number(n["difficulty"], "+.3f"), show_interval(n["difficulty"]["interval"], "+.3f"))
-          for run, n in measured if n["difficulty"]])
+         [(run.name, *(f"{value:.4f}" for value in n["difficulty"]["tenths"]), number(n["difficulty"], "+.3f"),
+           show_interval(n["difficulty"]["interval"], "+.3f")) for run, n in measured if n["difficulty"]])
     for run, n in measured:
         w = n["weights"]
         values = ", ".join(f"{name} {' '.join(f'{value:.2f}' for value in w['singular_values'][name][:4])} ..." for name in ("state", "anchor"))
@@ -1193,7 +1202,8 @@ def draw_gate(measured):
     (run, n), edges = measured[0], np.linspace(0, 1, BINS + 1)
     for p in n["steps"]:
         total = max(1, sum(p["histogram"]))
-        spread.stairs([count / total for count in p["histogram"]], edges, label=f"step {p['step']}", color=colormaps["viridis"](0.9 * (p["step"] - 1) / max(1, len(n["steps"]) - 1)))
+        color = colormaps["viridis"](0.9 * (p["step"] - 1) / max(1, len(n["steps"]) - 1))
+        spread.stairs([count / total for count in p["histogram"]], edges, label=f"step {p['step']}", color=color)
     spread.set(title=plain(f"Gates of all features and tokens ({run.name})"), xlabel="g", ylabel="share", xlim=(0, 1), yscale="log")
     spread.legend(fontsize=8, loc="upper left")
     for run, n in measured:

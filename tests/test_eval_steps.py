@@ -243,16 +243,17 @@ def test_the_interval_of_a_cka_draws_groups_of_windows():
     cka.add(states, torch.ones(60, 5).bool())
     draws = cka.draws()
     assert len(draws) == evaluation.REDRAWN and draws.min() < cka.neighbours() < draws.max() and (draws == cka.draws()).all() and (draws != cka.draws(1)).any()
-    twice = torch.cat([states[i].flatten(0, 1)[[row for b in range(60) for row in range(5 * b, 5 * b + 5) for _ in range(2 if b % 20 == 3 else b % 20 != 4)]] for i in (1, 2)], 1)
     weight_G = np.ones(20)
-    weight_G[3:5] = 2, 0
-    assert cka.matrix(weight_G)[1, 2] == pytest.approx(slow_cka(twice[:, :3].double().numpy(), twice[:, 3:].double().numpy()), abs=1e-6)
+    weight_G[3:5] = 2, 0                                                  # window b is in group b % 20
+    rows = [b for b in range(60) for _ in range(int(weight_G[b % 20]))]
+    assert cka.matrix(weight_G)[1, 2] == pytest.approx(slow_cka(*(states[i][rows].flatten(0, 1).double().numpy() for i in (1, 2))), abs=1e-6)
 
 
 # ---- heads
 
 
-@pytest.mark.parametrize("changes", [dict(layout("1+2x2+1")), dict(layout("1+1x2+1"), block="llama", n_kv_head=2, update="gate"), dict(n_core=3), dict(layout("1+1x2+1"), lora_rank=2)])
+@pytest.mark.parametrize("changes", [layout("1+2x2+1"), dict(layout("1+1x2+1"), block="llama", n_kv_head=2, update="gate"), dict(n_core=3),
+                                     dict(layout("1+1x2+1"), lora_rank=2)])
 def test_shares_of_attention_are_those_of_the_slow_models_weights(changes):
     model, ids_BT = exact(**changes), some_ids(2, 12)
     watch = HeadWatch(model)
@@ -270,7 +271,8 @@ def test_shares_of_attention_are_those_of_the_slow_models_weights(changes):
             mean = lambda of: sum(map(of, rows)) / len(rows)  # noqa: E731
             assert len(rows) == 20
             assert head["previous"] == pytest.approx(mean(lambda p: p[-2])) and head["self"] == pytest.approx(mean(lambda p: p[-1]))
-            assert head["first"] == pytest.approx(mean(lambda p: p[0])) and head["type"] == head_type(*(head[name] for name in ("previous", "self", "first", "spread")))
+            assert head["first"] == pytest.approx(mean(lambda p: p[0]))
+            assert head["type"] == head_type(*(head[name] for name in ("previous", "self", "first", "spread")))
             assert head["spread"] == pytest.approx(mean(lambda p: -sum(x * math.log(x) for x in p if x) / math.log(len(p))))
 
 
@@ -315,6 +317,7 @@ def test_tenths_are_cut_by_rank_and_kept_window_by_window():
 
 def test_improvement_by_tenth_is_counted_as_by_hand():
     initial, final, window = some_tokens()
+    final[:4], final[4:8] = initial[:4], initial[4:8] + 0.05              # no better, and a little worse
     n = improvement(initial, final, window, 7)
     order = sorted(range(97), key=lambda i: (initial[i], i))
     groups = [[i for place, i in enumerate(order) if place * 10 // 97 == d] for d in range(10)]
@@ -344,8 +347,8 @@ def place(tmp_path_factory):
     folder, here = tmp_path_factory.mktemp("steps"), os.getcwd()
     make_data(folder)
     os.chdir(folder)
-    for name, changes in {"dense": DENSE | dict(n_core=3), "sequence": SEQUENCE, "expert": dict(update="replace", router="expert", depth_sampling="fixed", max_iters=1),
-                          "gated": dict(state_noise=0.5)}.items():
+    for name, changes in {"dense": DENSE | dict(n_core=3), "sequence": SEQUENCE, "gated": dict(state_noise=0.5),
+                          "expert": dict(update="replace", router="expert", depth_sampling="fixed", max_iters=1)}.items():
         make_config(folder, **{"max_iters": 8, "eval_tokens": 64, **changes})
         train.main(["toy.py", f"--out_dir=out/{name}"])
     os.chdir(here)
@@ -383,7 +386,8 @@ def test_the_table_of_steps_is_that_of_a_pass_over_all_its_windows(go):
     for step, old, new in zip(part["steps"], p.states, p.states[1:]):
         r = step["step"]
         assert step["update_norm"]["value"] == pytest.approx((new - old).norm(dim=-1).mean().item(), rel=1e-5) and step["took"] == 1
-        assert step["gain"]["value"] == pytest.approx(losses[r - 1] - losses[r], abs=1e-5) and step["nats_per_token"]["value"] == pytest.approx(losses[r], abs=1e-5)
+        assert step["gain"]["value"] == pytest.approx(losses[r - 1] - losses[r], abs=1e-5)
+        assert step["nats_per_token"]["value"] == pytest.approx(losses[r], abs=1e-5)
         assert step["gain"]["interval"][0] < step["gain"]["value"] < step["gain"]["interval"][1]
     assert part["steps"][0]["update_cosine"] is None and part["steps"][1]["update_cosine"]["value"] == pytest.approx(
         torch.cosine_similarity(p.states[2] - p.states[1], p.states[1] - p.states[0], dim=-1).mean().item(), abs=1e-5)
@@ -409,16 +413,16 @@ def test_the_papers_claims_are_asked_of_a_loop_and_not_of_a_dense_model(go):
     dense = part["compare"][0]
     fall, hard, line, alike = part["claims"]
     norms = [step["update_norm"]["value"] for step in part["steps"]]
-    assert fall["value"] == pytest.approx(norms[-1] - norms[0]) and fall["below"] == 0 and hard["value"] == part["improvement"]["hardest_minus_easiest"]["value"]
+    assert fall["value"] == pytest.approx(norms[-1] - norms[0]) and fall["below"] == 0
+    assert hard["value"] == part["improvement"]["hardest_minus_easiest"]["value"] and hard["above"] == 0
     assert line["value"] == part["improvement"]["r2"]["value"] and line["above"] == 0.9
     assert alike["value"] == pytest.approx(part["cka"]["neighbours"] - dense["cka"]["neighbours"]) and "out/dense" in alike["claim"]
     assert dense["cka"]["neighbours"] == pytest.approx((dense["cka"]["matrix"][1][2] + dense["cka"]["matrix"][2][3]) / 2)
     assert dense["claims"] == [] and len(dense["steps"]) == 3 and any(text.split()[:2] == ["out/dense", "3/3"] for text in lines)
     assert go(out_dir="out/dense", compare="out/gated")[1]["claims"] == []
     for c in part["claims"]:
-        low, high = c["interval"]
-        bound, sign = (c["above"], 1) if "above" in c else (c["below"], -1)
-        assert c["holds"] is (True if min(sign * (low - bound), sign * (high - bound)) > 0 else False if max(sign * (low - bound), sign * (high - bound)) < 0 else None)
+        there = [edge > c["above"] if "above" in c else edge < c["below"] for edge in c["interval"]]           # both ends of the interval
+        assert c["holds"] is (True if all(there) else None if any(there) else False)
 
 
 def test_routed_runs_and_those_with_one_depth_say_what_they_have_not(go):
@@ -429,7 +433,8 @@ def test_routed_runs_and_those_with_one_depth_say_what_they_have_not(go):
     assert [step["took"] for step in part["steps"]] == [(depth_BT > r).double().mean().item() for r in range(4)] and part["steps"][3]["took"] < 1
     assert [c["claim"].split()[0] for c in part["claims"]] == ["harder", "the"] and part["compare"][0]["claims"]
     other = part["compare"][0]
-    assert other["improvement"] is None and [step["gain"] for step in other["steps"]] == [None, None] and any("out/sequence: one depth only" in line for line in lines)
+    assert other["improvement"] is None and [step["gain"] for step in other["steps"]] == [None, None] and other["used"]["depth"] == [2]
+    assert any("out/sequence: one depth only" in line for line in lines)
 
 
 @pytest.mark.slow
