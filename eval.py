@@ -13,11 +13,13 @@ this run's numbers, and one JSON line, the last, go to stdout; progress goes to 
 with every setting; the parts of earlier calls stay there while the checkpoint is the same.
 """
 import contextlib
+import functools
 import hashlib
 import json
 import math
 import platform
 import sys
+import textwrap
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import EXITS, GPT, AtEnd, Silence, as_logit, at_least_fp32, causal, exact_flops, fold_in, generator, make_cache, no_cache, steps_taken, topk
+from model import EXITS, GPT, AtEnd, Silence, as_logit, at_least_fp32, causal, exact_flops, fold_in, generator, make_cache, no_cache, rotate, steps_taken, topk
 from sample import load_run, newest_run
 from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoint_of, commit, count_depths, evaluate, fitting, fixed_windows,
                    load_checkpoint, max_vio, mean_depth, open_split, pick_device, write_whole)
@@ -622,6 +624,605 @@ def save_picture(figure, path):
         print(f"note: no picture: {error}", file=sys.stderr)
 
 
+# ------------------------------------------------------------------------------------------------------------ part: steps
+
+STEP_TOKENS = 16384           # steps, gate: read no more than so many, which is enough for means over tokens
+TENTHS = 10                   # of the tokens, by their initial loss
+CKA_BYTES, GROUPS, REDRAWN = 2**30, 20, 200          # what its sums may take; groups of windows, and how often they are drawn, for its interval
+HEAD_SHARE, HEAD_SPREAD = 0.3, 0.75           # of a head's attention on one place, and its spread: from here on it has a type
+HEAD_TYPES = ("previous token", "self", "broadcast", "mixed")
+
+
+class Pass(NamedTuple):
+    """A forward pass at full depth, taken apart by steps; the steps of a dense model are its core's blocks. Who did not take
+    a step keeps the state, and has zeros for proposal and gate there."""
+    states: list                  # h_0 before the loop, then h_r after each step r: (B, T, D)
+    proposals: list               # o_r, what the core gave in step r; without gate, router and loop_norm h_r itself
+    gates: list                   # g_r; none without a gate
+    took: list                    # who went through step r, (B, T)
+    features: object              # of a state, what the head reads
+
+
+class Ear(AtEnd):
+    """Inside `with`: takes down what the core's blocks and the gate give in every step."""
+
+    def __init__(self, model, outer, cache):
+        super().__init__(model, outer, cache)
+        self.outputs, self.gates, self.steps, self.gated = [], [], [], model.cfg.update == "gate"
+
+    def __enter__(self):
+        recursion, into = self.model.recursion, lambda heard: lambda module, args, out: heard.append(out)
+        self.hooks = [block.register_forward_hook(into(self.outputs)) for block in recursion.core]
+        self.hooks += [recursion.update.gate.register_forward_hook(into(self.gates))] if self.gated else []
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+    def look(self, h_BTD, who, step):
+        """(state, proposal, gate, who took the step), all of (B, T)."""
+        whole = lambda x_ACD: who.put(torch.zeros_like(h_BTD), x_ACD.to(h_BTD.dtype))
+        everyone_BT = torch.ones(h_BTD.shape[:2], dtype=torch.bool, device=h_BTD.device)
+        took_BT = everyone_BT if who.index_AC is None else who.depth[..., 0] == step
+        self.steps.append((h_BTD, whole(self.outputs[-1]), whole(self.gates[-1]) if self.gated else None, took_BT))
+        return who
+
+    def nobody(self, h_BTD):
+        """A step that was left out, as nobody was there to take it."""
+        nothing_BTD = torch.zeros_like(h_BTD)
+        self.steps.append((h_BTD, nothing_BTD, nothing_BTD, nothing_BTD[..., 0].bool()))
+
+
+def taken_apart(model, ids_BT):
+    """The Pass of these tokens; routers choose causally."""
+    cfg, recursion, cache, noise = model.cfg, model.recursion, no_cache(model.cfg), Silence()
+    e_BTD, outer = model.start(ids_BT, cache)
+    first_BTD, anchor, who = recursion.enter(e_BTD, outer, cfg.n_recur, noise)
+    h_BTD = first_BTD
+    with Ear(model, outer, cache) as ear:
+        for step in range(cfg.n_recur):
+            h_BTD, who = recursion.step(h_BTD, anchor, who, step, noise, cache, ear)
+            if len(ear.steps) == step:
+                ear.nobody(h_BTD)
+    states, proposals, gates, took = map(list, zip(*ear.steps))
+    if is_plain(cfg):                                         # left after a block, it has this state
+        proposals = ear.outputs
+        states, took = [recursion.norm(y_BTD) for y_BTD in proposals], took * len(proposals)
+    return Pass([first_BTD, *states], proposals, gates if ear.gated else [], took, lambda h_BTD: ear.features(h_BTD, who))
+
+
+def readable(cfg):
+    """Which of a Pass's states are those of the model run to that depth: all, h_0 included; of a token-choice model, which ends
+    each token's last step in its own way, the first and the last; of one that has a single depth the last alone."""
+    n_steps = cfg.n_core if is_plain(cfg) else cfg.n_recur
+    return [n_steps] if not cfg.any_depth and not is_plain(cfg) else [0, n_steps] if cfg.router == "token" else list(range(n_steps + 1))
+
+
+def token_nats(model, x_BTD, targets_BT):
+    """Nats of each target, (B, T) in float64 on the CPU (0 at -100); few logits at a time."""
+    n = max(1, LOGITS // model.cfg.vocab_size)                # tokens at a time
+    pieces = zip(x_BTD.flatten(0, 1).split(n), targets_BT.flatten().split(n))
+    return torch.cat([F.cross_entropy(at_least_fp32(model.head(x_nD)), target_n, reduction="none") for x_nD, target_n in pieces]
+                     ).view(targets_BT.shape).cpu().double()
+
+
+def movements(p):
+    """{name: for each step (its number, a value of each token (B, T), the tokens that count)}, of a Pass p, d_r = h_r - h_(r-1):
+
+    update_norm      ||d_r||, over the tokens that took step r                                          [GRT: 17.6 -> 6.5]
+    relative_update  ||d_r|| / ||h_(r-1)||, over the same
+    update_cosine    cos(d_r, d_(r-1)), over those that took both steps: does a step go on where the last one went?
+    proposal_cosine  cos(o_r, o_(r-1)), over the same: does the core say the same again?"""
+    updates, cos = [new - old for old, new in zip(p.states, p.states[1:])], functools.partial(F.cosine_similarity, dim=-1)
+    both = [(r + 1, old & new) for r, (old, new) in enumerate(zip(p.took, p.took[1:]), 1)]
+    norms = [update_BTD.norm(dim=-1) for update_BTD in updates]
+    return {"update_norm": [(r, norm_BT, took_BT) for r, (norm_BT, took_BT) in enumerate(zip(norms, p.took), 1)],
+            "relative_update": [(r, norm_BT / h_BTD.norm(dim=-1), took_BT) for r, (norm_BT, h_BTD, took_BT) in enumerate(zip(norms, p.states, p.took), 1)],
+            **{name: [(r, cos(x_BTD[r - 2], x_BTD[r - 1]), both_BT) for r, both_BT in both]
+               for name, x_BTD in (("update_cosine", updates), ("proposal_cosine", p.proposals))}}
+
+
+def in_double(x):
+    """In float64, on the CPU where the device has none."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
+
+
+class Sums:
+    """Sums over the tokens of each window, beside how many those are, by a name and a step. With all windows kept apart a
+    mean over all tokens has an interval."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def add(self, name, step, x_BT, in_BT):
+        """x: a value of each token; in: those that count."""
+        in_BT = in_BT.cpu()
+        sum_B = torch.where(in_BT, x_BT.cpu().double(), 0.0).sum(1)
+        self.rows.setdefault((name, step), []).append(torch.stack((sum_B, in_BT.double().sum(1))).numpy())
+
+    def __getitem__(self, name_step):
+        """(2, W): sums and counts."""
+        return np.concatenate(self.rows[name_step], 1)
+
+
+def ratio(pair_2W):
+    return pair_2W[0].sum() / pair_2W[1].sum() if pair_2W[1].any() else math.nan
+
+
+def number_of(*pairs, of=lambda means: means[0]):
+    """statistic, of pairs of sums and counts, (2, W) each."""
+    return statistic(*np.stack(pairs, 1), of)
+
+
+def change(first_2W, last_2W):
+    """The last mean minus the first, over the same windows."""
+    return number_of(first_2W, last_2W, of=lambda means: means[1] - means[0])
+
+
+class Cka:
+    """Linear CKA between the states of all steps, over the same tokens, columns centred over all tokens [Kornblith et al. 2019]:
+    ||X^T Y||_F^2 / (||X^T X||_F ||Y^T Y||_F). 1: the same up to a rotation and a scale; nothing to do with each other: near 0.
+
+    Only sums over tokens are kept, of x and of x x^T, x being all states of a token in a row, float64: never (tokens x tokens).
+    Of states that are too many and too wide for CKA_BYTES some are taken, evenly spaced. Windows go in turn to groups that are
+    summed apart, for an interval: GROUPS of them, or one where five have no room."""
+
+    def __init__(self, n_states, width):
+        n_kept = max(2, min(n_states, math.isqrt(CKA_BYTES // 8) // width))
+        self.kept = sorted({round(i) for i in np.linspace(0, n_states - 1, n_kept)})
+        size = len(self.kept) * width
+        n_groups = min(GROUPS, CKA_BYTES // (8 * size**2))
+        self.n_windows, self.whole = 0, len(self.kept) == n_states
+        self.count_G, self.sum_GX, self.product_GXX = (np.zeros((n_groups if n_groups >= 5 else 1, *shape)) for shape in ((), (size,), (size, size)))
+
+    def add(self, states, in_BT):
+        """states: h_0, h_1 .., (B, T, D); in: the tokens that count."""
+        for b, in_T in enumerate(in_BT):
+            x_NX = in_double(torch.cat([states[i][b][in_T] for i in self.kept], -1))
+            group = self.n_windows % len(self.count_G)
+            self.count_G[group] += len(x_NX)
+            self.sum_GX[group] += x_NX.sum(0).cpu().numpy()
+            self.product_GXX[group] += (x_NX.T @ x_NX).cpu().numpy()
+            self.n_windows += 1
+
+    def matrix(self, weight_G=None):
+        """CKA between every two of the kept states; weights: how often each group counts (None: once)."""
+        weight_G = np.ones(len(self.count_G)) if weight_G is None else weight_G
+        n, sum_X, product_XX = (np.tensordot(weight_G, x, 1) for x in (self.count_G, self.sum_GX, self.product_GXX))
+        if n < 2:
+            return np.full((len(self.kept), len(self.kept)), np.nan)
+        product_XX -= np.outer(sum_X / n, sum_X)              # of centred columns; in place, as it may be large
+        norm2 = np.square(product_XX, out=product_XX).reshape(len(self.kept), -1, len(self.kept), len(sum_X) // len(self.kept)).sum((1, 3))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return norm2 / np.sqrt(np.outer(norm2.diagonal(), norm2.diagonal()))
+
+    def neighbours(self, weight_G=None):
+        """Mean CKA between what a step gave and what the next one gave; h_0, which no step gave, is left out."""
+        return float(self.matrix(weight_G).diagonal(1)[1:].mean())
+
+    def draws(self, seed=0):
+        """neighbours of as many groups drawn with replacement, again and again; NaN where there is one group."""
+        rng, n = np.random.default_rng(seed), len(self.count_G)
+        draw = lambda: np.bincount(rng.integers(n, size=n), minlength=n).astype(float)
+        return np.array([self.neighbours(draw()) for _ in range(REDRAWN)]) if n > 1 else np.full(REDRAWN, np.nan)
+
+
+def head_sums(attention, x_BTD, cos, sin, low):
+    """Where each head looks, summed over rows and queries: (5, H) of the share of a query's attention that is on the previous
+    token, on itself, on the first token; its entropy over that of an even spread, ln(tokens that it sees); and how many queries
+    those are: all from a row's third on, where previous, itself and first are three tokens."""
+    B, T, _ = x_BTD.shape
+    K, total = attention.head_width, 0
+    q_BTHK, k_BTGK = (rotate(linear(x_BTD, low.get(name)).unflatten(-1, (-1, K)), cos, sin)
+                      for name, linear in (("query", attention.query), ("key", attention.key)))
+    later_1TS = torch.ones(T, T, dtype=torch.bool, device=x_BTD.device).triu(1)[None]
+    for q_THK, k_TGK in zip(at_least_fp32(q_BTHK), at_least_fp32(k_BTGK)):                     # a row at a time: (H, T, T) is large
+        k_THK = k_TGK.repeat_interleave(q_THK.size(1) // k_TGK.size(1), 1)
+        p_HTS = (torch.einsum("thk,shk->hts", q_THK, k_THK) / math.sqrt(K)).masked_fill(later_1TS, -math.inf).softmax(-1)
+        spread_HT = torch.special.entr(p_HTS).sum(-1)[:, 2:] / torch.arange(3, T + 1, device=p_HTS.device).log()
+        looks = (p_HTS.diagonal(-1, 1, 2)[:, 1:], p_HTS.diagonal(0, 1, 2)[:, 2:], p_HTS[:, 2:, 0], spread_HT, torch.ones_like(spread_HT))
+        total = total + torch.stack([x_HT.sum(1) for x_HT in looks]).cpu().double()
+    return total
+
+
+def head_type(previous, itself, first, spread):
+    """The place that has most of a head's attention, and at least HEAD_SHARE of it; else broadcast, as of the first token, where
+    it is spread widely; else mixed. (Where the bounds lie is ours; the means are in eval.json.)"""
+    share, kind = max((previous, 0), (itself, 1), (first, 2))
+    return HEAD_TYPES[kind if share >= HEAD_SHARE else 2 if spread >= HEAD_SPREAD else 3]
+
+
+class HeadWatch:
+    """Inside `with`: where the heads of the core look in a forward pass, step by step. Attention is computed anew from each
+    block's own weights, as kernels do not give it; so not where a step attends to the chosen alone, or to another step's keys."""
+
+    def __init__(self, model):
+        cfg = model.cfg
+        self.why = f"router={cfg.router!r}" if cfg.router != "none" else f"kv={cfg.kv!r}" if cfg.kv != "own" else ""
+        self.attentions = [] if self.why else [block.attention for block in model.recursion.core]
+        self.sums, self.per_step = [], 1 if is_plain(cfg) else cfg.n_core
+
+    def __enter__(self):
+        self.n_heard, self.hooks = 0, [attention.register_forward_pre_hook(self.hear) for attention in self.attentions]
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+    def hear(self, attention, args):
+        x_BTD, cos, sin, _, low = args
+        self.sums += [0] * (self.n_heard == len(self.sums))
+        self.sums[self.n_heard] = self.sums[self.n_heard] + head_sums(attention, x_BTD, cos, sin, low)
+        self.n_heard += 1
+
+    def numbers(self):
+        """For each step its heads, block by block, and how many there are of each type."""
+        names, steps = ("previous", "self", "first", "spread"), []
+        for i in range(0, len(self.sums), self.per_step):
+            blocks = [(sums_5H[:4] / sums_5H[4]).T.tolist() for sums_5H in self.sums[i : i + self.per_step]]
+            heads = [{"block": j, "head": h, **dict(zip(names, looks)), "type": head_type(*looks)}
+                     for j, block in enumerate(blocks) for h, looks in enumerate(block)]
+            steps.append({"counts": {name: sum(head["type"] == name for head in heads) for name in HEAD_TYPES}, "heads": heads})
+        return {"why": self.why, "steps": steps}
+
+
+def in_tenths(initial_N, value_N, window_N, n_windows):
+    """[(2, W)] of each tenth of the tokens, from those with the lowest initial loss to those with the highest: sums of value
+    in each window, and counts."""
+    tenth_N = np.empty(len(initial_N), int)
+    tenth_N[initial_N.argsort(kind="stable")] = np.arange(len(initial_N)) * TENTHS // len(initial_N)
+    cell_N, n_cells = tenth_N * n_windows + window_N, TENTHS * n_windows
+    return np.stack([np.bincount(cell_N, value_N, n_cells), np.bincount(cell_N, minlength=n_cells)]).reshape(2, TENTHS, n_windows).swapaxes(0, 1)
+
+
+def explained(x, y):
+    """R^2 of a straight line through points, by least squares; further axes: many such sets."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    return (x * y).sum(0) ** 2 / ((x * x).sum(0) * (y * y).sum(0))
+
+
+def improvement(initial_N, final_N, window_N, n_windows):
+    """What the loop is worth to easy and to hard tokens: the loss at depth 0 minus that at full depth, mean of each tenth of
+    the tokens by their loss at depth 0; and R^2 of the line through (mean loss at depth 0, mean improvement) of the ten [GRT: .49
+    to 5.02 nats, R^2 .998]. Some of it is no merit: a token that depth 0 got wrong by chance is hard here and improves as chance does."""
+    gains, firsts = (in_tenths(initial_N, value_N, window_N, n_windows) for value_N in (initial_N - final_N, initial_N))
+    x, y = (np.array([ratio(pair) for pair in pairs]) for pairs in (firsts, gains))
+    better = np.stack([np.bincount(window_N, final_N < initial_N, n_windows), np.bincount(window_N, minlength=n_windows)])
+    return {"initial": "depth 0", "tenths": [{"initial": a, "improvement": b} for a, b in zip(x.tolist(), y.tolist())],
+            "hardest_minus_easiest": change(gains[0], gains[-1]), "better": number_of(better),
+            "r2": number_of(*firsts, *gains, of=lambda means: explained(*np.split(means, 2)))}
+
+
+def step_windows(run, s):
+    return fixed_windows(run.split, min(s.eval_tokens, STEP_TOKENS))
+
+
+@torch.no_grad()
+def measure_steps(run, s):
+    """(numbers for the record, its Cka)"""
+    cfg, starts, depths = run.model.cfg, step_windows(run, s), readable(run.model.cfg)
+    n_steps, sums, heads, nats, there = cfg.n_core if is_plain(cfg) else cfg.n_recur, Sums(), HeadWatch(run.model), [], []
+    cka = Cka(n_steps + 1, cfg.n_embd)
+    for ids_BT, targets_BT in batches(run, starts):
+        with run.autocast, heads:
+            p = taken_apart(run.model, ids_BT)
+            nats.append(torch.stack([token_nats(run.model, p.features(p.states[r]), targets_BT) for r in depths]))
+        there.append((targets_BT != -100).cpu())
+        for name, values in movements(p).items():
+            for r, x_BT, in_BT in values:
+                sums.add(name, r, x_BT, in_BT)
+        for r, took_BT in enumerate(p.took, 1):
+            sums.add("took", r, took_BT, torch.ones_like(took_BT))
+        for r, nats_BT in zip(depths, nats[-1]):
+            sums.add("nats", r, nats_BT, there[-1])
+        cka.add(p.states, torch.stack(p.took).all(0))
+    in_WT, nats_RWT = torch.cat(there).numpy(), torch.cat(nats, 1).numpy()
+    numbers = {"windows": len(in_WT), "tokens": int(in_WT.size), "layout": cfg.layout, "update": cfg.update, "router": cfg.router,
+               "used": used(cfg, depth=[r / cfg.n_core if is_plain(cfg) else r for r in depths]), "steps": [step_numbers(sums, r, depths) for r in range(1, n_steps + 1)],
+               "cka": {"states": cka.kept, "matrix": cka.matrix().tolist(), "neighbours": cka.neighbours() if cka.whole and n_steps > 1 else None},
+               "improvement": improvement(nats_RWT[0][in_WT], nats_RWT[-1][in_WT], in_WT.nonzero()[0], len(in_WT)) if len(depths) > 1 else None,
+               "heads": heads.numbers()}
+    return {**numbers, "claims": step_claims(numbers, sums, n_steps) if not is_plain(cfg) else []}, cka
+
+
+def step_numbers(sums, r, depths):
+    """gain: the mean loss before the step minus that after it."""
+    of = lambda name: number_of(sums[name, r]) if (name, r) in sums.rows else None
+    gain = change(sums["nats", r], sums["nats", r - 1]) if r - 1 in depths else None
+    return {"step": r, "took": ratio(sums["took", r]), **{name: of(name) for name in ("update_norm", "relative_update", "update_cosine", "proposal_cosine")},
+            "gain": gain, "nats_per_token": of("nats")}
+
+
+def step_claims(n, sums, n_steps):
+    """What GRT's paper says of the steps, on this run; a dense model has none. (Of steps that others take than the first one
+    a difference would say little.)"""
+    claims = []
+    if n_steps > 1 and n["router"] == "none":
+        falls = change(sums["update_norm", 1], sums["update_norm", n_steps])
+        claims.append(judge("the update norm falls (last step minus first; Large: 17.6 to 6.5)", "GRT", **falls, below=0))
+    if n["improvement"]:
+        more, line = (n["improvement"][name] for name in ("hardest_minus_easiest", "r2"))
+        claims += [judge("harder tokens improve more (hardest tenth minus easiest, nats; Large: 5.02 - .49)", "GRT", **more, above=0),
+                   judge("the improvement is a straight line in the initial loss (R^2; Large: .998)", "GRT", **line, above=0.9)]
+    return claims
+
+
+def alike(run, cka, other, other_cka):
+    """The claim that the states of neighbouring steps are more alike than a dense model's layers: mean CKA of neighbours here
+    minus there."""
+    draws = cka.draws() - other_cka.draws(seed=1 if why_unpaired(run, other) else 0)
+    return judge(f"neighbouring steps are more alike than a dense model's layers (mean CKA minus that of {other.name})", "GRT",
+                 value=cka.neighbours() - other_cka.neighbours(), interval=interval(draws), above=0)
+
+
+def report_steps(runs, s):
+    """How the state moves from step to step, to whom that is worth what, and where the heads look; one picture for all runs."""
+    measured = [(run, *measure_steps(run, s)) for run in runs]
+    (first, n, cka), tables = measured[0], [(run, n) for run, n, _ in measured]
+    print(f"steps: how the state moves, on {n['windows']:,} fixed windows ({n['tokens']:,} tokens); k/L = the k-th of a dense model's L core blocks; "
+          f"means over the tokens that took a step (cosines: it and the last one)")
+    tell_unpaired(runs)
+    show_steps(tables)
+    show_improvement(tables)
+    show_heads(tables)
+    for run, other, other_cka in measured[1:]:
+        if is_plain(run.model.cfg) and not is_plain(first.model.cfg) and None not in (n["cka"]["neighbours"], other["cka"]["neighbours"]):
+            n["claims"].append(alike(first, cka, run, other_cka))
+    return {**n, "picture": draw_steps(tables), "compare": [{**identity(run), "data": data(run), **n} for run, n in tables[1:]]}
+
+
+def step_name(cfg, step):
+    return depth_name(cfg, step / cfg.n_core if is_plain(cfg) else step)
+
+
+def number(mean, form):
+    """A table's cell of {"value": ...}, or of what is not there."""
+    return "-" if mean is None else f"{mean['value']:{form}}"
+
+
+def show_steps(measured):
+    rows = []
+    for run, n in measured:
+        at = {state: i for i, state in enumerate(n["cka"]["states"])}
+        for p in n["steps"]:
+            r, gain = p["step"], p["gain"]
+            near = f"{n['cka']['matrix'][at[r - 1]][at[r]]:.3f}" if r in at and r - 1 in at else "-"
+            rows.append((run.name, step_name(run.model.cfg, r), f"{p['took']:.1%}", number(p["update_norm"], ".3f"),
+                         show_interval(p["update_norm"]["interval"], ".3f"), number(p["relative_update"], ".3f"), number(p["update_cosine"], "+.3f"),
+                         number(p["proposal_cosine"], "+.3f"), near, number(gain, "+.4f"), show_interval(gain and gain["interval"], "+.4f")))
+    show(("run", "step", "took it", "||update||", "95% interval", "/ ||state||", "cos to last", "cos of proposals", "CKA to last", "loss drop",
+          "95% interval"), rows)
+
+
+def show_improvement(measured):
+    rows = [(run.name, *(f"{tenth['improvement']:+.3f}" for tenth in n["improvement"]["tenths"]), number(n["improvement"]["r2"], ".3f"),
+             number(n["improvement"]["better"], ".1%")) for run, n in measured if n["improvement"]]
+    if rows:
+        print("what the loop (dense: the core) gains, nats: tenths of the tokens by their loss at depth 0; R^2 of a line through them; tokens that got better")
+        show(("run", "easiest", *(f"{i}" for i in range(2, TENTHS)), "hardest", "R^2", "better"), rows)
+    for run, n in measured:
+        if not n["improvement"]:
+            print(f"{run.name}: one depth only, so there is no loss at depth 0 to improve on")
+
+
+def show_heads(measured):
+    rows = [(run.name, step_name(run.model.cfg, r), *(str(step["counts"][name]) for name in HEAD_TYPES))
+            for run, n in measured for r, step in enumerate(n["heads"]["steps"], 1)]
+    if rows:
+        print(f"heads of the core by where they look: {HEAD_SHARE:.0%} or more of it on one place; broadcast: on the first token, or entropy at least "
+              f"{HEAD_SPREAD:.0%} of an even spread's")
+        show(("run", "step", *HEAD_TYPES), rows)
+    for run, n in measured:
+        if n["heads"]["why"]:
+            print(f"{run.name}: heads are left out, as with {n['heads']['why']} a step attends to a part of the tokens, or to another step's keys")
+
+
+def curve(axes, n, name, **style):
+    """A line over the steps, with its intervals."""
+    points = [(p["step"], p[name]["value"], p[name]["interval"]) for p in n["steps"] if p[name]]
+    x, y = [r for r, *_ in points], [value for _, value, _ in points]
+    (line,) = axes.plot(x, y, marker="o", markersize=4, **style)
+    if points and all(pair for *_, pair in points):
+        axes.fill_between(x, *zip(*(pair for *_, pair in points)), color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return line
+
+
+def draw_steps(measured):
+    """OUT_DIR/steps.png: how far and whither the state moves, what that gains, and how alike the states are, a map for each run."""
+    if (figure := new_figure(14, 8.5)) is None:
+        return None
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1.05))
+    norms, cosines, gains = top.subplots(1, 3)
+    for run, n in measured:
+        label = plain(f"{n['layout']} {n['update']} ({run.name})")
+        color = curve(norms, n, "relative_update", label=label).get_color()
+        curve(cosines, n, "update_cosine", color=color)
+        curve(cosines, n, "proposal_cosine", color=color, linestyle="--")
+        if n["improvement"]:
+            gains.plot(range(1, TENTHS + 1), [tenth["improvement"] for tenth in n["improvement"]["tenths"]], marker="o", markersize=4, color=color)
+    norms.set(title="How far a step moves the state", xlabel="step (dense: core block)", ylabel="||update|| / ||state||", yscale="log")
+    for style, label in (("-", "updates"), ("--", "proposals")):
+        cosines.plot([], [], style, color="grey", label=label)
+    cosines.set(title="Cosine to the step before", xlabel="step (dense: core block)")
+    gains.set(title="Improvement by tenth of the tokens", xlabel="tenth, by loss at depth 0 (10: hardest)", ylabel="loss at depth 0 minus at full depth, nats")
+    gains.axhline(0, color="black", linewidth=0.8)
+    every = [(is_plain(run.model.cfg), tenth["improvement"]) for run, n in measured if n["improvement"] for tenth in n["improvement"]["tenths"]]
+    loops = [value for dense, value in every if not dense and math.isfinite(value)]
+    if loops and max(loops) > 0:                              # a dense model's embedding alone has a loss beyond all others
+        crop(gains, [value for _, value in every], 1.5 * max(loops))
+    norms.legend(fontsize=7)
+    cosines.legend(fontsize=8, loc="lower right")
+    for axes in (norms, cosines, gains):
+        axes.grid(alpha=0.3)
+    maps = bottom.subplots(1, len(measured), squeeze=False)[0]
+    for axes, (run, n) in zip(maps, measured):
+        image = draw_cka(axes, run, n)
+    bottom.suptitle("CKA between states (0: before the core)", fontsize=12)
+    bottom.colorbar(image, ax=list(maps), shrink=0.8)
+    return save_picture(figure, measured[0][0].home / "steps.png")
+
+
+def draw_cka(axes, run, n):
+    """The heat map of a run's states, with numbers in it where there is room for them."""
+    matrix, states = np.array(n["cka"]["matrix"]), n["cka"]["states"]
+    image = axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis", origin="lower")
+    step = math.ceil(len(states) / 12)
+    axes.set(xticks=range(0, len(states), step), yticks=range(0, len(states), step), xticklabels=states[::step], yticklabels=states[::step],
+             xlabel="core block" if is_plain(run.model.cfg) else "step", ylabel="core block" if is_plain(run.model.cfg) else "step")
+    axes.set_title(plain(f"{n['layout']} {n['update']}\n" + textwrap.fill(run.name, 28, break_on_hyphens=True)), fontsize=8)
+    for i, j in np.ndindex(matrix.shape) if len(states) <= 8 else ():
+        axes.text(j, i, f"{matrix[i, j]:.2f}", ha="center", va="center", fontsize=8, color="black" if matrix[i, j] > 0.6 else "white")
+    return image
+
+
+# ------------------------------------------------------------------------------------------------------------- part: gate
+
+OPEN, SHUT = 0.05, 0.95       # a feature's gate below is open to the proposal, above it keeps the state
+TOP_VALUES = 8                # singular values that are told
+
+
+def gate_values(p):
+    """{name: for each step (its number, a value of each token (B, T), the tokens that count)}, of a gated Pass p, over the tokens
+    that took the step. g: all features alike; 1 keeps the state, 0 takes the proposal.
+
+    gate, square    mean over features of g, of g^2 (for the spread over tokens and features)     [GRT: mean .82 -> .87]
+    shut, open      share of features with g > .95, with g < .05                                   [GRT: shut 19.7% -> 28.8%]
+    openness        ||(1 - g) (o - h)|| / ||o||, h the state before: how much of a proposal gets through [GRT: .182 -> .066]"""
+    mean = lambda of: [(r, in_double(of(g_BTD)).mean(-1), took_BT) for r, (g_BTD, took_BT) in enumerate(zip(p.gates, p.took), 1)]
+    through = [(1 - g_BTD) * (o_BTD - h_BTD) for g_BTD, o_BTD, h_BTD in zip(p.gates, p.proposals, p.states)]
+    return {"gate": mean(lambda g: g), "square": mean(lambda g: in_double(g).square()),
+            "shut": mean(lambda g: g > SHUT), "open": mean(lambda g: g < OPEN),
+            "openness": [(r, x_BTD.norm(dim=-1) / o_BTD.norm(dim=-1), took_BT)
+                         for r, (x_BTD, o_BTD, took_BT) in enumerate(zip(through, p.proposals, p.took), 1)]}
+
+
+def correlation(x_N, y_N, window_N, n_windows):
+    """Pearson's, over tokens; its interval by windows, from their sums of 1, x, y, x^2, y^2, x y."""
+    x_N, y_N = x_N - x_N.mean(), y_N - y_N.mean()             # or large means would cost digits
+    counts = np.bincount(window_N, minlength=n_windows)
+    sums_5W = np.stack([np.bincount(window_N, value_N, n_windows) for value_N in (x_N, y_N, x_N * x_N, y_N * y_N, x_N * y_N)])
+    return statistic(sums_5W, counts, lambda m: (m[4] - m[0] * m[1]) / np.sqrt((m[2] - m[0] ** 2) * (m[3] - m[1] ** 2)))
+
+
+def difficulty(nats_N, open_N, window_N, n_windows):
+    """Does the gate open for hard tokens? Correlation of a token's mean of 1 - g with its loss at depth 0, and the mean of each
+    tenth of the tokens by that loss."""
+    return {**correlation(open_N, nats_N, window_N, n_windows), "tenths": [ratio(pair) for pair in in_tenths(nats_N, open_N, window_N, n_windows)]}
+
+
+def gate_weights(update):
+    """What the gate and the adapter listen to: W1's two halves, state and anchor, by their singular values and Frobenius norms
+    (before it both are normed), and the cosine between row i of W_proj's state half and row i of its anchor half, over the rows."""
+    exact = lambda linear: linear.weight.detach().cpu().double()
+    halves = dict(zip(("state", "anchor"), exact(update.gate.up).chunk(2, 1)))
+    norms = {name: half_DD.norm().item() for name, half_DD in halves.items()}
+    cos_D = F.cosine_similarity(exact(update.from_state), exact(update.from_anchor), dim=1)
+    return {"singular_values": {name: torch.linalg.svdvals(half_DD)[:TOP_VALUES].tolist() for name, half_DD in halves.items()},
+            "frobenius": {**norms, "state_over_anchor": norms["state"] / norms["anchor"] if norms["anchor"] else math.inf},
+            "projection_row_cosine": {"mean": cos_D.mean().item(), "std": cos_D.std(correction=0).item()}}
+
+
+@torch.no_grad()
+def measure_gate(run, s):
+    cfg, starts, sums, R = run.model.cfg, step_windows(run, s), Sums(), run.model.cfg.n_recur
+    there, nats, opens, tooks, counts = [], [], [], [], np.zeros((R, BINS), int)
+    for ids_BT, targets_BT in batches(run, starts):
+        with run.autocast:
+            p = taken_apart(run.model, ids_BT)
+            nats.append(token_nats(run.model, p.features(p.states[0]), targets_BT).numpy())
+        there.append((targets_BT != -100).cpu().numpy())
+        for name, values in gate_values(p).items():
+            for r, x_BT, in_BT in values:
+                sums.add(name, r, x_BT, in_BT)
+        for r, (g_BTD, took_BT) in enumerate(zip(p.gates, p.took)):
+            counts[r] += torch.bincount(bins(g_BTD[took_BT].flatten()), minlength=BINS).cpu().numpy()
+        opens.append(torch.stack([1 - in_double(g_BTD).mean(-1) for g_BTD in p.gates]).cpu().numpy())
+        tooks.append(torch.stack(p.took).cpu().numpy())
+    in_WT, nats_WT, open_RWT, took_RWT = np.concatenate(there), np.concatenate(nats), np.concatenate(opens, 1), np.concatenate(tooks, 1)
+    hard = lambda open_WT, in_WT: difficulty(nats_WT[in_WT], open_WT[in_WT], in_WT.nonzero()[0], len(in_WT)) if in_WT.any() else None
+    steps_WT = took_RWT.sum(0)
+    whole_WT = (open_RWT * took_RWT).sum(0) / np.maximum(1, steps_WT)
+    steps = [{**gate_numbers(sums, r), "histogram": counts[r - 1].tolist(), "difficulty": hard(open_RWT[r - 1], in_WT & took_RWT[r - 1])}
+             for r in range(1, R + 1)]
+    return {"windows": len(in_WT), "tokens": int(in_WT.size), "layout": cfg.layout, "router": cfg.router, "used": used(cfg, depth=[0, R]), "steps": steps,
+            "difficulty": hard(whole_WT, in_WT & (steps_WT > 0)), "weights": gate_weights(run.model.recursion.update), "claims": gate_claims(cfg, sums, R)}
+
+
+def gate_numbers(sums, r):
+    """std: over tokens and features of one step."""
+    mean = {name: number_of(sums[name, r]) for name in ("gate", "shut", "open", "openness")}
+    return {"step": r, **mean, "std": math.sqrt(max(0.0, ratio(sums["square", r]) - mean["gate"]["value"] ** 2))}
+
+
+def gate_claims(cfg, sums, R):
+    """What GRT's paper says of the gate, on this run: the last step minus the first, where the same tokens take both."""
+    rises = lambda name, **side: change(sums[name, 1], sums[name, R]) | side
+    return [judge("the gate's mean rises (last step minus first; Large: .82 to .87)", "GRT", **rises("gate", above=0)),
+            judge("the share of g > .95 rises (the same; Large: .197 to .288)", "GRT", **rises("shut", above=0)),
+            judge("openness falls (the same; Large: .182 to .066)", "GRT", **rises("openness", below=0))] if R > 1 and cfg.router == "none" else []
+
+
+def report_gate(runs, s):
+    """What the gate keeps, step by step, whom it opens for, and what it listens to: every gated run; one picture."""
+    for run in runs:
+        if run.model.cfg.update != "gate":
+            print(f"note: {run.name} has no gate, so it has no part in what follows", file=sys.stderr)
+    measured = [(run, measure_gate(run, s)) for run in runs if run.model.cfg.update == "gate"]
+    n = measured[0][1]
+    print(f"gate: g = 1 keeps the state, 0 takes the proposal, on {n['windows']:,} fixed windows ({n['tokens']:,} tokens); openness = ||(1-g)(o-h)|| / ||o||; "
+          f"r: correlation of a token's mean 1-g with its loss at depth 0")
+    tell_unpaired([run for run, _ in measured])
+    show_gate(measured)
+    return {**n, "picture": draw_gate(measured), "compare": [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]}
+
+
+def show_gate(measured):
+    show(("run", "step", "mean g", "95% interval", "std", f"g > {SHUT:g}", f"g < {OPEN:g}", "openness", "95% interval", "r", "95% interval"),
+         [(run.name, str(p["step"]), number(p["gate"], ".4f"), show_interval(p["gate"]["interval"], ".4f"), f"{p['std']:.4f}",
+           number(p["shut"], ".1%"), number(p["open"], ".1%"), number(p["openness"], ".4f"), show_interval(p["openness"]["interval"], ".4f"), number(p["difficulty"], "+.3f"),
+           show_interval(p["difficulty"] and p["difficulty"]["interval"], "+.3f")) for run, n in measured for p in n["steps"]])
+    print("mean 1-g over the steps that a token took: tenths of the tokens by their loss at depth 0")
+    show(("run", "easiest", *(f"{i}" for i in range(2, TENTHS)), "hardest", "r", "95% interval"),
+         [(run.name, *(f"{value:.4f}" for value in n["difficulty"]["tenths"]), number(n["difficulty"], "+.3f"),
+           show_interval(n["difficulty"]["interval"], "+.3f")) for run, n in measured if n["difficulty"]])
+    for run, n in measured:
+        w = n["weights"]
+        values = ", ".join(f"{name} {' '.join(f'{value:.2f}' for value in w['singular_values'][name][:4])} ..." for name in ("state", "anchor"))
+        print(f"{run.name}: W1's halves by their singular values: {values}; Frobenius, state over anchor {w['frobenius']['state_over_anchor']:.3f}; "
+              f"W_proj: cosine of its halves' rows {w['projection_row_cosine']['mean']:+.3f} +- {w['projection_row_cosine']['std']:.3f}")
+
+
+def draw_gate(measured):
+    """OUT_DIR/gate.png: the first run's gates in each step; mean and openness by step and difficulty, a line for each run."""
+    if (figure := new_figure(13, 8)) is None:
+        return None
+    (spread, means), (opens, hard) = figure.subplots(2, 2)
+    from matplotlib import colormaps
+    (run, n), edges = measured[0], np.linspace(0, 1, BINS + 1)
+    for p in n["steps"]:
+        total = max(1, sum(p["histogram"]))
+        color = colormaps["viridis"](0.9 * (p["step"] - 1) / max(1, len(n["steps"]) - 1))
+        spread.stairs([count / total for count in p["histogram"]], edges, label=f"step {p['step']}", color=color)
+    spread.set(title=plain(f"Gates of all features and tokens ({run.name})"), xlabel="g", ylabel="share", xlim=(0, 1), yscale="log")
+    spread.legend(fontsize=8, loc="upper left")
+    for run, n in measured:
+        color = curve(means, n, "gate", label=plain(f"{n['layout']} ({run.name})")).get_color()
+        curve(means, n, "shut", color=color, linestyle="--")
+        curve(opens, n, "openness", color=color)
+        if n["difficulty"]:
+            hard.plot(range(1, TENTHS + 1), n["difficulty"]["tenths"], marker="o", markersize=4, color=color)
+    means.plot([], [], "--", color="grey", label=f"share of g > {SHUT:g}")
+    means.set(title="Mean gate", xlabel="step", ylim=(-0.03, 1.03))
+    means.legend(fontsize=8)
+    opens.set(title="Openness: how much of a proposal gets through", xlabel="step", ylabel="||(1-g)(o-h)|| / ||o||", ylim=(0, None))
+    hard.set(title="Does the gate open for hard tokens?", xlabel="tenth of the tokens, by loss at depth 0 (10: hardest)", ylabel="mean 1-g")
+    for axes in (spread, means, opens, hard):
+        axes.grid(alpha=0.3)
+    return save_picture(figure, measured[0][0].home / "gate.png")
+
+
 # ------------------------------------------------------------------------------------------------------------- part: exit
 
 TRIED = {"kl": [1e-4, 1e-3, 1e-2, 0.1, 1.0], "cdf": [0.9, 0.7, 0.5, 0.3, 0.1]}          # from late to early
@@ -1185,6 +1786,8 @@ class Part(NamedTuple):
 PARTS = {
     "loss": Part(report_loss),
     "depth": Part(report_depth),
+    "steps": Part(report_steps),
+    "gate": Part(report_gate, lambda run: f"{run.name} has no gate" * (run.model.cfg.update != "gate")),
     "exit": Part(report_exit, lambda run: "" if rules_of(run.model)[0] else f"{run.name}: {rules_of(run.model)[1]}",
                  lambda run: run.model.cfg.router == "none"),
     "router": Part(report_router, lambda run: f"{run.name} has no router" * (run.model.cfg.router == "none")),
