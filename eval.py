@@ -1159,34 +1159,35 @@ def painted(text, x, how):
 
 
 def glance(run, passage, data, how):
-    """Lines for the terminal: the start of the passage, coloured (or with a digit under each token): by steps where there is a
-    router, else by loss at some depths."""
+    """Lines for the terminal: the start of the passage, by steps where there is a router, else by loss at some depths. In
+    colour one view after the other; without, each line of text stands over a line of digits for each view, 9 for all above."""
     names = ["".join(map(stand_in, token_text(run.tokenizer, token))) for token in passage.id_N[:GLANCE].tolist()]
-    if data["steps"] is not None:
-        views = {f"steps taken, of {data['n_recur']}": [(steps / data["n_recur"], steps) for steps in data["steps"]]}
+    few = sorted({*range(min(3, data["full"])), data["full"]})
+    views = [(f"steps taken, of {data['n_recur']}", "steps", data["steps"], data["n_recur"])] if data["steps"] else [
+        (f"{data['said'][at]}: {show_nats(data['means'][at])} nats per token", str(data["places"][at]), data["nats"][at], data["top_nats"]) for at in few]
+    if how:
+        for title, _, values, top in views:
+            yield from (title, *colored(names, values, top, how))
     else:
-        few = sorted({*range(min(3, data["full"])), data["full"]})
-        views = {f"{data['said'][at]}: {show_nats(data['means'][at])} nats per token": [(None, None) if nats is None else (nats / data["top_nats"], round(nats))
-                 for nats in data["nats"][at]] for at in few}
-    for title, marks in views.items():
-        yield title
-        yield from colored(names, marks, how) if how else numbered(names, marks)
+        yield from (f"{label}: {title[:1].lower()}{title[1:]}" for title, label, *_ in views)
+        yield from numbered(names, {label: values for _, label, values, _ in views})
 
 
 def show_nats(value):
     return "-" if value is None else f"{value:.3f}"
 
 
-def colored(names, marks, how):
+def colored(names, values, top, how):
     for line in rows_of(names):
-        yield "".join(names[i] if marks[i][0] is None else painted(names[i], marks[i][0], how) for i in line)
+        yield "".join(names[i] if values[i] is None else painted(names[i], values[i] / top, how) for i in line)
 
 
-def numbered(names, marks):
-    """A line of text, and under the first character of each token its number, 9 for all above."""
+def numbered(names, views):
+    digit = lambda values, i: " " if values[i] is None or not names[i] else str(min(9, round(values[i])))
     for line in rows_of(names):
-        yield "".join(names[i] for i in line)
-        yield "".join(("" if not names[i] else " " if marks[i][1] is None else str(min(9, marks[i][1]))).ljust(len(names[i])) for i in line).rstrip()
+        yield " " * 7 + "".join(names[i] for i in line)
+        for label, values in views.items():
+            yield f"{label:>5}  " + "".join(digit(values, i).ljust(len(names[i])) for i in line).rstrip()
 
 
 def rows_of(names):

@@ -22,7 +22,7 @@ import prepare
 import train
 from eval import as_html, page_data, painted, ramp, read_passage, rows_of, shade, token_name, token_text
 
-NASTY = 'a</script><!-- <b class="x">&amp; \t{{data}}\r\n\n\x00\x1b[31m é🦊 \u202e\n'
+NASTY = 'a</script><!-- <b class="x">&amp; \t{{data}}\r\n\n\x01\x1b[31m é🦊 \u202e\n'
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -62,38 +62,31 @@ def make(place, monkeypatch, capsys):
 
 
 class Page(HTMLParser):
-    """The text of each span, the data, the attributes of the slider, and every element's name."""
+    """The text of each span, the data, the attributes of what has an id, the values of options, every element's name, and
+    whatever could fetch something."""
 
     def __init__(self, source):
         super().__init__()
-        self.spans, self.names, self.ticks, self.inside, self.script = [], [], [], False, []
+        self.spans, self.scripts, self.ids, self.names, self.ticks, self.fetches, self.inside = [], [], {}, [], [], [], None
         self.feed(source)
-        self.data = json.loads(self.script[0])
+        self.data, self.slider, self.by = json.loads(self.scripts[0]), self.ids["depth"], self.ids["by"]
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         self.names.append(tag)
-        self.linked = getattr(self, "linked", []) + [value for key, value in attributes.items() if key in ("src", "href", "action", "style", "onerror")]
-        if tag == "span":
-            self.spans.append("")
-            self.inside = True
-        if tag == "script":
-            self.script.append("")
-        if attributes.get("id") == "depth":
-            self.slider = attributes
-        if attributes.get("id") == "by":
-            self.by = attributes
-        if tag == "option":
-            self.ticks.append(attributes["value"])
+        self.ids[attributes.get("id")] = attributes
+        self.ticks += [attributes["value"]] if tag == "option" else []
+        self.fetches += [value for key, value in attributes.items() if key in ("src", "href", "action", "style") or key.startswith("on")]
+        if tag in ("span", "script"):
+            self.inside = self.spans if tag == "span" else self.scripts
+            self.inside.append("")
 
     def handle_endtag(self, tag):
-        self.inside = self.inside and tag != "span"
+        self.inside = None if tag in ("span", "script") else self.inside
 
     def handle_data(self, text):
         if self.inside:
-            self.spans[-1] += text
-        elif self.names[-1] == "script" and self.script:
-            self.script[-1] += text
+            self.inside[-1] += text
 
 
 def values(name):
@@ -134,7 +127,7 @@ def test_the_losses_and_guesses_on_the_page_are_those_of_the_model_at_each_depth
         differ = [i for i in range(1023) if data["names"][data["top"][at][i + 1]] != token_name(run.tokenizer, best[i])]
         top_two = logits_BTV.flatten(0, 1).topk(2).values
         assert all(top_two[i, 0] - top_two[i, 1] < 1e-3 for i in differ)       # ties
-    assert len({row[5] for row in data["nats"]}) == len(data["places"])         # depth does something
+    assert len({tuple(row) for row in data["nats"]}) == len(data["places"])     # depth does something
 
 
 @pytest.mark.parametrize("name", ["expert", "token", "gated"])
@@ -161,7 +154,7 @@ def test_there_are_as_many_spans_as_tokens_and_their_text_is_the_tokens(make):
     spans, run = Page(source).spans, open_run("out/gated")
     ids = run.split.read(0, 1024).tolist()
     assert len(spans) == len(ids) == record["tokens"] == 1024
-    special = {9: "→\t", 10: "↵\n", 13: "␍", 0: "␀", 27: "␛", 256: "<|endoftext|>"}
+    special = {9: "→\t", 10: "↵\n", 13: "␍", 1: "␁", 27: "␛", 256: "<|endoftext|>"}
     assert spans == [special.get(id) or (chr(id) if 32 <= id < 127 else "\ufffd") for id in ids]
     assert "".join(spans).startswith("a</script><!--") and {*special, *"é🦊".encode()} - {256} <= {*ids}
 
@@ -171,7 +164,7 @@ def test_nothing_in_a_text_can_leave_its_place_in_the_page(make):
     page = Page(source)
     assert page.names.count("script") == 2 and page.names.count("b") == 0 and source.count("</script>") == 2 and source.count("<!--") == 0
     assert not re.search(r"\{\{\w+\}\}", source.replace("{{data}}", "", 1)) and "".join(page.spans).count("{{data}}") == 1
-    assert page.linked == [] and not re.search(r"https?:|//\w+\.|@import|url\(", source)         # nothing is fetched
+    assert page.fetches == [] and not re.search(r"https?:|//\w+\.|@import|url\(", source)         # nothing is fetched
 
 
 def test_a_page_holds_the_run_its_step_its_data_and_the_commit(make):
@@ -187,7 +180,7 @@ def test_tokens_are_named_by_what_they_are():
     encoding = tiktoken.Encoding("x", pat_str=r"[\s\S]+", special_tokens={"<|endoftext|>": 260}, mergeable_ranks={**{bytes([i]): i for i in range(256)}, b"\n ": 256, "\u0301é".encode(): 257})
     assert [token_name(encoding, i) for i in (65, 32, 10, 0xC3, 256, 257, 258, 260)] == ["A", "␣", "↵", "byte c3", "↵␣", "\u0301é", "id 258", "<|endoftext|>"]
     assert token_text(encoding, 0xC3) == "\ufffd" and token_text(encoding, 258) == ""
-    assert as_html("<&\"'>\n\t\x9b") == "&lt;&amp;&quot;&#x27;&gt;<i>↵</i>\n<i>→</i>\t<i>\ufffd</i>"
+    assert as_html("<&\"'>\n\t\x9b\0") == "&lt;&amp;&quot;&#x27;&gt;<i>↵</i>\n<i>→</i>\t<i>\ufffd</i><i>␀</i>"
 
 
 def test_a_page_is_made_in_as_many_windows_as_the_context_is_long_and_of_no_synthetic_set(place, monkeypatch):
@@ -231,28 +224,24 @@ def test_colours_are_ordered_evenly_by_lightness_and_their_text_can_be_read(dark
 # ---- the terminal
 
 
-@pytest.mark.parametrize("name", ["gated", "expert"])
-def test_without_a_terminal_a_digit_stands_under_each_token(make, name):
-    _, lines, record = make(name)
-    page = Page(Path(f"out/{name}/depth.html").read_text("utf-8"))
-    data, shown = page.data, [line for line in lines if "\x1b" in line]
-    assert shown == []
-    titles = [i for i, line in enumerate(lines) if line.startswith(("At depth", "steps taken"))]
-    assert len(titles) == (1 if name == "expert" else 4)
-    for title, at in zip(titles, [0, 1, 2, 4]):
-        digits, i = data["steps"] if name == "expert" else data["nats"][at], 0
-        for text, under in zip(lines[title + 1 :: 2], lines[title + 2 :: 2]):
-            if i >= evaluation.GLANCE:
-                break
-            for _, digit in zip(text, under.ljust(len(text))):                # a character per byte here
-                assert digit == (" " if digits[i] is None else str(min(9, round(digits[i]))))
-                i += 1
-        assert i == evaluation.GLANCE
+@pytest.mark.parametrize("name, places", [("gated", [0, 1, 2, 4]), ("dense", [0, 1, 2, 3]), ("expert", ["steps"])])
+def test_without_a_terminal_digits_stand_under_each_token(make, name, places):
+    source, lines, _ = make(name)
+    data, lines = Page(source).data, lines[1 : -1]
+    assert [line.split(":")[0] for line in lines[: len(places)]] == [str(place) for place in places] and "\x1b" not in "".join(lines)
+    values = [data["steps"] if place == "steps" else data["nats"][place] for place in places]
+    texts, i = lines[len(places) :: 1 + len(places)], 0
+    for n, text in enumerate(texts):
+        for row, under in zip(values, lines[len(places) + n * (1 + len(places)) + 1 :]):
+            digits = ["-" if value is None else str(min(9, round(value))) for value in row[i : i + len(text) - 7]]
+            assert under[7:].ljust(len(text) - 7).replace(" ", "-") == "".join(digits)               # a character per byte here
+        i += len(text) - 7
+    assert i == evaluation.GLANCE
 
 
 @pytest.mark.parametrize("how", ["true", "256"])
 def test_a_terminal_shows_the_same_text_on_the_colours_of_its_steps(make, monkeypatch, how):
-    plain = [line for line in make("expert")[1][2:-1:2]]
+    plain = [line[7:] for line in make("expert")[1][2:-1:2]]
     monkeypatch.setattr(evaluation, "paints", lambda: how)
     colored = make("expert")[1][2:-1]
     assert [re.sub(r"\x1b\[[\d;]*m", "", line) for line in colored] == plain
