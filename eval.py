@@ -1,16 +1,18 @@
-"""Measure trained runs: the loss of the whole validation split, the loss at every depth against what it costs, and what routers do.
+"""Measure trained runs: the loss, what every depth is worth and costs, what routers do, and which of the papers' claims hold.
 
-    python eval.py                                                # every part, for the newest run in out/
-    python eval.py loss --out_dir=out/grt_tiny --compare=out/gpt_tiny       # side by side, with a paired difference
+    python eval.py                                                # every part that the newest run in out/ has something for
+    python eval.py loss --full=true --out_dir=out/grt_tiny --compare=out/gpt_tiny       # side by side, with a paired difference
     python eval.py depth --out_dir=out/grt_tiny --compare=out/gpt_tiny --compare=out/recursive_tiny     # and out/grt_tiny/depth.png
     python eval.py exit --out_dir=out/recursive_tiny              # tokens that leave the loop early: loss, steps, FLOPs, time; exit.png
     python eval.py router --out_dir=out/RUN                       # a routed run: who goes on, and what that is worth; RUN/router.png
     python eval.py answers --out_dir=out/RUN                      # a run on phop or addition: right answers by hops or digits, at every depth
 
-Parts: loss, depth, exit, router, answers; none = all that the run has something for (a routed run's tokens leave early by
-request only). Tables and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json,
-where the parts of earlier calls stay while the checkpoint is the same.
+Parts: see PARTS at the end; none named = all that the run has something for (a routed run's tokens leave early by request
+only). loss reads at most half a megabyte of validation text, or with --full=true all of it. Tables, the papers' claims with
+this run's numbers, and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json,
+with every setting; the parts of earlier calls stay there while the checkpoint is the same.
 """
+import contextlib
 import hashlib
 import html
 import json
@@ -20,6 +22,7 @@ import platform
 import re
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +42,7 @@ from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoin
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
+MOST_BYTES = 500_000          # of validation text that the part loss reads, unless --full
 TOLERANCE = 1e-6              # nats per token between the loss that train.py stored and the same one measured again
 
 
@@ -49,7 +53,8 @@ class EvalConfig:
     compare: list[str] = key([], "a further run (folder or checkpoint) to set beside it; may be repeated")
     dataset: str | None = key(None, "data set whose validation split is read; None = each run's own")
     data_dir: str | None = key(None, "folder of the data sets; None = the one that each run was trained from")
-    eval_tokens: int = key(65536, "depth, router, answers: validation tokens, in fixed windows, evenly spaced (loss always reads the whole split)")
+    full: bool = key(False, f"loss: read the whole validation split, where it is longer than {MOST_BYTES:,} bytes")
+    eval_tokens: int = key(65536, "all other parts: validation tokens, in fixed windows, evenly spaced")
     exit_thresholds: list[float] = key([], "exit: thresholds to try; none = a row of them for each rule that the model knows")
     exit_tokens: int = key(128, "exit: tokens that are decoded one by one at each threshold, to time them; 0 = none")
     thresholds: list[float] = key([n / 10 for n in range(11)], "router, expert-choice: thresholds to try beside the model's own")
@@ -131,13 +136,17 @@ def exit_depths(cfg):
     as fractions of its one step; the depth that it has, where every step has blocks of its own."""
     if is_plain(cfg):
         return [k / cfg.n_core for k in range(cfg.n_core + 1)]
-    if not cfg.any_depth or cfg.router == "token":            # a token-choice model ends every token's last step in its own way
+    if not cfg.any_depth:
         return [cfg.n_recur]
     return list(range((2 if cfg.router == "none" else 1) * cfg.n_recur + 1))
 
 
 def features_at(model, ids_BT, depths, routing="causal"):
-    """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower."""
+    """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower.
+    Token-choice models, which end a token's last step in its own way, take a pass for each."""
+    if model.cfg.router == "token":
+        yield from (features_of(model, ids_BT, depth, routing) for depth in depths)
+        return
     cfg, cache, noise, done = model.cfg, no_cache(model.cfg), Silence(), 0
     e_BTD, outer = model.start(ids_BT, cache, routing=routing)
     watch, (h_BTD, anchor, who) = AtEnd(model, outer, cache), model.recursion.enter(e_BTD, outer, cfg.n_recur, noise)
@@ -152,6 +161,14 @@ def features_at(model, ids_BT, depths, routing="causal"):
         yield watch.features(h_BTD, who)
 
 
+def features_of(model, ids_BT, depth, routing="causal"):
+    """What the head reads after a pass of `depth` steps."""
+    cache = no_cache(model.cfg)
+    e_BTD, outer = model.start(ids_BT, cache, routing=routing)
+    watch = AtEnd(model, outer, cache)
+    return watch.features(*model.recursion(e_BTD, outer, depth, Silence(), cache, watch))
+
+
 def row_nats(model, x_BTD, targets_BT):
     """Summed nats of each row and how many targets they are of (-100 is none), float64 on the CPU; few logits at a time."""
     n = max(1, LOGITS // model.cfg.vocab_size)                # tokens at a time
@@ -160,9 +177,13 @@ def row_nats(model, x_BTD, targets_BT):
     return nats_N.view(targets_BT.shape).cpu().double().sum(1), (targets_BT != -100).cpu().double().sum(1)
 
 
-def whole_split(split):
-    """Starts of windows side by side, over all of the split."""
-    return split.consecutive()
+def loss_windows(run, full):
+    """Starts of windows: side by side over all of the split; or, where it holds more than MOST_BYTES of text and `full` is not
+    asked for, whole windows of as many bytes, evenly spaced, the same ones every time."""
+    part = run.meta["val"]
+    if full or part["bytes"] <= MOST_BYTES:
+        return run.split.consecutive()
+    return fixed_windows(run.split, int(MOST_BYTES * part["tokens"] / part["bytes"]))
 
 
 def batches(run, starts):
@@ -211,19 +232,66 @@ def paired(nats, other, counts):
     return {"value": (nats - other).sum() / counts.sum(), "interval": interval(bootstrap(nats - other, counts))}
 
 
+# --------------------------------------------------------------------------------------------------------------- claims
+# What the papers say of such a model, asked of this run. A part puts its claims into its record under "claims"; main prints
+# those of all parts in one table. The papers' own models are larger and longer trained: a claim that does not hold here is
+# news of this run, and no refutation.
+
+
+def statistic(sums, counts, of=lambda means: means[0]):
+    """A number about this run and its 95% interval over windows: {"value", "interval"}.
+
+    sums: (n, W), n quantities summed over each of W windows, or (W,), one; counts: (W,) or (n, W), what they are divided by
+    (tokens). of: the n means -> the number, along the first axis, as it is given (n,) and (n, resamples). Every quantity sees
+    the same draws of windows, so what is hard for one is hard for all. One window gives no interval."""
+    sums, counts = np.atleast_2d(sums), np.broadcast_to(np.atleast_2d(counts), np.atleast_2d(sums).shape)
+    with np.errstate(invalid="ignore", divide="ignore"):      # a draw in which something never occurs: no interval
+        value, means = of(sums.sum(1) / counts.sum(1)), of(np.array([bootstrap(*row) for row in zip(sums, counts)]))
+    return {"value": float(value), "interval": interval(means)}
+
+
+def judge(text, source, value, interval, above=0.0, below=None):
+    """A claim's record: {claim, source, value, interval, above or below, holds}. It says that the value is above `above`, or
+    where `below` is given, below that. holds: True where the whole interval is on that side, False where it is on the other;
+    None: not separated, or no interval."""
+    sign, bound, side = (1, above, "above") if below is None else (-1, below, "below")
+    low, high = sorted(sign * (edge - bound) for edge in interval) if interval else (math.nan, math.nan)
+    return {"claim": text, "source": source, "value": value, "interval": interval, side: bound, "holds": True if low > 0 else False if high < 0 else None}
+
+
+def claim(text, source, sums, counts, of=lambda means: means[0], above=0.0, below=None):
+    """The record of a claim about a number that comes from sums over windows: see statistic and judge. Two examples:
+
+    claim("the loss falls with the third step", "GRT", nats_SW[2] - nats_SW[3], counts_W)                     # S steps, W windows
+    claim("the gate rises at every step", "GRT", gate_SW, counts_W, lambda g_S: (g_S[1:] - g_S[:-1]).min(0))"""
+    return judge(text, source, **statistic(sums, counts, of), above=above, below=below)
+
+
+VERDICTS = {True: "holds", False: "does not hold", None: "not separated"}
+
+
+def show_claims(run, claims):
+    """One table of all claims, with this run's numbers."""
+    side = lambda c: f"> {c['above']:g}" if "above" in c else f"< {c['below']:g}"
+    print(f"the papers' claims on {run.name} (not separated: the 95% interval lies on both sides)")
+    show(("claim", "paper", "says", "here", "95% interval", "verdict"),
+         [(c["claim"], c["source"], side(c), f"{c['value']:.4g}", show_interval(c["interval"], ".4g"),
+           VERDICTS[c["holds"]] if c["interval"] else "no interval") for c in claims])
+
+
 # ------------------------------------------------------------------------------------------------------------- part: loss
 
 
-def measure_loss(run):
-    """(numbers for the record, nats of each window, counts): the whole split once, at full depth."""
-    depths = [run.model.cfg.n_recur]
-    (nats,), counts = window_nats(run, whole_split(run.split), depths)
+def measure_loss(run, full=True):
+    """(numbers for the record, nats of each window, counts): the split once, or of a long one a part, at full depth."""
+    depths, starts = [run.model.cfg.n_recur], loss_windows(run, full)
+    (nats,), counts = window_nats(run, starts, depths)
     loss = loss_of(nats, counts)
     mean = loss["nats_per_token"]
-    numbers = {"tokens": int(counts.sum()), "windows": len(counts), "block_size": run.split.width - 1, **loss, "bits_per_byte": mean * run.bits,
-               "perplexity": math.inf if mean > 700 else math.exp(mean)}
+    numbers = {"tokens": int(counts.sum()), "windows": len(counts), "whole_split": len(starts) == len(run.split.consecutive()),
+               "block_size": run.split.width - 1, **loss, "bits_per_byte": mean * run.bits, "perplexity": math.inf if mean > 700 else math.exp(mean)}
     if run.model.cfg.router == "expert":
-        (topk_nats,), _ = window_nats(run, whole_split(run.split), depths, "topk")
+        (topk_nats,), _ = window_nats(run, starts, depths, "topk")
         numbers["topk"] = {"causal": False, **loss_of(topk_nats, counts), "minus_causal": paired(topk_nats, nats, counts)}
     return {**numbers, "train": against_train(run)}, nats, counts
 
@@ -275,8 +343,9 @@ def show_interval(pair, form):
 
 def report_loss(runs, s):
     """Nats per token, bits per byte and perplexity of every run; differences to the first one."""
-    measured = [(run, *measure_loss(run)) for run in runs]
-    print("loss: the whole validation split at full depth")
+    measured = [(run, *measure_loss(run, s.full)) for run in runs]
+    print("loss: the whole validation split at full depth" if all(n["whole_split"] for _, n, *_ in measured) else
+          f"loss: of a long validation split the windows that {MOST_BYTES:,} bytes make, evenly spaced (--full=true reads all), at full depth")
     show(("run", "step", "nats/token", "95% interval", "bits/byte", "perplexity", "tokens", "windows"),
          [(run.name, str(run.state["step"]), f"{n['nats_per_token']:.4f}", show_interval(n["interval"], ".4f"), show_bits(n),
            f"{n['perplexity']:,.2f}", f"{n['tokens']:,}", f"{n['windows']:,}") for run, n, *_ in measured])
@@ -299,13 +368,113 @@ def report_loss(runs, s):
 # ------------------------------------------------------------------------------------------------------------ part: depth
 
 
+MEASURES = ("nats", "kl", "agreement", "accuracy")
+HELD = (0, 1)                 # what a gate is held at: the whole proposal, the whole state
+
+
+@contextlib.contextmanager
+def gate_held(model, value):
+    """While it lasts, the gate of a model with update=gate is `value` everywhere: with 1 a step keeps the old state whole, so that
+    it makes no difference, with 0 it leaves the core's whole proposal."""
+    gate = model.recursion.update.gate
+    gate.forward = lambda h_BTD, e_BTD, noise_BT1: torch.full_like(h_BTD, value, dtype=noise_BT1.dtype)
+    try:
+        yield
+    finally:
+        del gate.forward                                      # the class's own is there again
+
+
+def features_held(model, ids_BT):
+    """What the head reads after n_recur steps with the gate held at each of HELD; nothing where there is no gate."""
+    for value in HELD if model.cfg.update == "gate" else ():
+        with gate_held(model, value):
+            yield features_of(model, ids_BT, model.cfg.n_recur)
+
+
+def against_full(model, features, full, targets_BT):
+    """Sums over each row's targets, float64 on the CPU (MEASURES, features, B), few logits at a time. Of every (B, T, D) of `features`:
+    nats of the targets; KL(p_full || p), p_full being the distribution after features[full]; how often the likeliest token is that of
+    features[full]; how often it is the target."""
+    log_p = lambda x_nD: at_least_fp32(model.head(x_nD)).log_softmax(-1)
+    n = max(1, LOGITS // model.cfg.vocab_size // 2)           # two distributions are there at once
+    chunks, pieces = [x_BTD.flatten(0, 1).split(n) for x_BTD in features], []
+    for i, target_n in enumerate(targets_BT.flatten().split(n)):
+        full_nV = log_p(chunks[full][i])
+        best_n, columns = full_nV.argmax(-1), []
+        for k, x_nD in enumerate(column[i] for column in chunks):
+            own_nV = full_nV if k == full else log_p(x_nD)
+            guess_n, kl_n = own_nV.argmax(-1), (full_nV.exp() * (full_nV - own_nV)).sum(-1)
+            columns.append(torch.stack([F.nll_loss(own_nV, target_n, reduction="none"), kl_n, guess_n == best_n, guess_n == target_n]))
+        pieces.append(torch.stack(columns, 1) * (target_n != -100))
+    return torch.cat(pieces, -1).unflatten(-1, targets_BT.shape).cpu().double().sum(-1)
+
+
+@torch.no_grad()
+def depth_sums(run, starts, depths):
+    """({measure: (rows, W) sums over the targets of each window}, counts (W,)): a row for each of `depths`, then, where there is a
+    gate, for each of HELD."""
+    sums, counts, full = [], [], depths.index(run.model.cfg.n_recur)
+    for ids_BT, targets_BT in batches(run, starts):
+        with run.autocast:
+            features = [*features_at(run.model, ids_BT, depths), *features_held(run.model, ids_BT)]
+            sums.append(against_full(run.model, features, full, targets_BT))
+        counts.append((targets_BT != -100).cpu().double().sum(1))
+    return dict(zip(MEASURES, torch.cat(sums, -1).numpy())), torch.cat(counts).numpy()
+
+
 def measure_depth(run, eval_tokens):
+    """Of every depth: loss; KL(full depth's distribution || this depth's) in nats, which GRT calls the KL to the final distribution (in
+    this direction it is what the loss is above that of the full depth, if the full depth is calibrated, and so are the paper's numbers:
+    2.61 = 5.29 - 2.68 at depth 0, .46 = 3.14 - 2.68 at depth 2); agreement, the share of tokens whose likeliest next token is the
+    same as at full depth; accuracy, the share whose likeliest next token is the right one."""
     cfg, depths, starts = run.model.cfg, exit_depths(run.model.cfg), fixed_windows(run.split, eval_tokens)
-    nats, counts = window_nats(run, starts, depths)
-    means, flops = nats.sum(1) / counts.sum(), flops_of(run, starts)
-    points = [{"depth": depth, "flops_per_token": flops(depth), "nats_per_token": mean,
-               "bits_per_byte": mean * run.bits, "training": training_at(cfg, depth)} for depth, mean in zip(depths, means.tolist())]
-    return {"windows": len(starts), "tokens": int(counts.sum()), "layout": cfg.layout, "update": cfg.update, "points": points}
+    (sums, counts), flops, full = depth_sums(run, starts, depths), flops_of(run, starts), depths.index(cfg.n_recur)
+
+    def point(k):
+        means = {name: (of[k].sum() / counts.sum()).item() for name, of in sums.items()}
+        nats = means.pop("nats")
+        return {"nats_per_token": nats, "bits_per_byte": nats * run.bits, **means, "minus_full": paired(sums["nats"][k], sums["nats"][full], counts)}
+
+    points = [{"depth": depth, "flops_per_token": flops(depth), **point(k), "training": training_at(cfg, depth)} for k, depth in enumerate(depths)]
+    held = [{"gate": value, "flops_per_token": flops(cfg.n_recur), **point(len(depths) + k)} for k, value in enumerate(HELD) if cfg.update == "gate"]
+    return {"windows": len(starts), "tokens": int(counts.sum()), "layout": cfg.layout, "update": cfg.update, "used": used(cfg, depth=depths), "points": points,
+            "held": held, **gains(cfg, sums, counts, full), "claims": depth_claims(cfg, sums, counts, full)}
+
+
+def early_share(nats_S):
+    """Of the loss that all these steps take off, what the first two do."""
+    return (nats_S[0] - nats_S[2]) / (nats_S[0] - nats_S[-1])
+
+
+def gains(cfg, sums, counts, full):
+    """What the first steps are worth beside all `full` of them: of a loop with more than two, the share of the loss drop that the first two
+    bring; the accuracy after half of them, rounded up, over that after all (dense: of the core blocks)."""
+    nats, half = sums["nats"][: full + 1], math.ceil(full / 2)
+    numbers = {"share_of_first_two": statistic(nats, counts, early_share)} if full > 2 and not is_plain(cfg) else {}
+    if full > 1:
+        numbers["accuracy_kept"] = {"after": half, "of": full, **statistic(sums["accuracy"][[half, full]], counts, lambda share: share[0] / share[1])}
+    return numbers
+
+
+def depth_claims(cfg, sums, counts, full):
+    """What GRT says of depth, and MoR of a smaller maximum than the trained one."""
+    nats, kl = sums["nats"], sums["kl"]
+    smallest_fall = lambda means: (means[:-1] - means[1:]).min(0)
+    claims = []
+    if cfg.router != "none" and full > 1:
+        claims.append(claim("a larger maximum depth at test time lowers the loss (smallest fall from 1 on, nats)", "MoR", nats[1 : full + 1], counts, smallest_fall))
+    if cfg.router == "none" and full > 1 and not is_plain(cfg):
+        claims += [claim("every step up to n_recur lowers the loss (smallest fall, nats)", "GRT", nats[: full + 1], counts, smallest_fall),
+                   claim("every step brings the distribution nearer to the final one (smallest fall of KL, nats)", "GRT", kl[: full + 1], counts, smallest_fall)]
+    if "share_of_first_two" in gains(cfg, sums, counts, full) and cfg.router == "none":
+        claims.append(claim("most of the loss drop comes with the first two steps (share; Large: .82)", "GRT", nats[: full + 1], counts, early_share, above=0.5))
+    if cfg.router == "none" and len(nats) > 2 * full and full > 1:
+        rise = lambda means: (means[2] - means[1]) / (means[0] - means[1])
+        claims += [claim("beyond n_recur the loss falls no more (at twice the depth minus at n_recur, nats; Large: .06)", "GRT", nats[2 * full] - nats[full], counts),
+                   claim("beyond n_recur it rises little (the same over the drop from depth 0; Large: .02)", "GRT", nats[[0, full, 2 * full]], counts, rise, below=0.1)]
+    if cfg.update == "gate":
+        claims.append(claim("a gate held at 0 hurts more than one held at 1 (nats; Large: 6.8)", "GRT", nats[-2] - nats[-1], counts))
+    return claims
 
 
 @torch.no_grad()
@@ -343,47 +512,81 @@ def depth_name(cfg, depth):
 
 
 def report_depth(runs, s):
-    """Loss after every step (dense: every core block) against FLOPs; one picture for all runs."""
+    """Loss, distance to full depth and accuracy after every step (dense: every core block) against FLOPs; one picture for all runs."""
     measured = [(run, measure_depth(run, s.eval_tokens)) for run in runs]
-    print(f"depth: loss after each step against FLOPs of a forward pass, on {measured[0][1]['windows']:,} fixed windows "
-          f"({measured[0][1]['tokens']:,} tokens); k/L = a dense model left after k of its L core blocks; routed: FLOPs of who really went on")
+    print(f"depth: after each step against FLOPs of a forward pass, on {measured[0][1]['windows']:,} fixed windows ({measured[0][1]['tokens']:,} tokens); KL, same guess "
+          f"and minus: beside n_recur steps; k/L = a dense model left after k of its L core blocks; routed: the most steps, and FLOPs of who really went on")
     tell_unpaired(runs)
-    rows = []
     for run, n in measured:
-        cfg = run.model.cfg
         if len(n["points"]) == 1:
-            why = f"sharing={cfg.sharing_name!r}" if not cfg.any_depth else f"router={cfg.router!r}"
-            print(f"{run.name}: {why} has one depth only, n_recur={cfg.n_recur}")
-        for p in n["points"]:
-            rows.append((run.name, depth_name(cfg, p["depth"]), f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", show_bits(p), p["training"]))
-    show(("run", "depth", "MFLOP/token", "nats/token", "bits/byte", ""), rows)
+            print(f"{run.name}: sharing={run.model.cfg.sharing_name!r} has one depth only, n_recur={run.model.cfg.n_recur}")
+    show(("run", "depth", "MFLOP/token", "nats/token", "bits/byte", "KL", "same guess", "right guess", "minus", "95% interval", ""),
+         [depth_row(run, *name_of(run.model.cfg, p), p) for run, n in measured for p in (*n["points"], *n["held"])])
+    for run, n in measured:
+        if "share_of_first_two" in n:
+            share = n["share_of_first_two"]
+            print(f"{run.name}: the first two of {run.model.cfg.n_recur} steps bring {share['value']:.1%} of the loss drop, 95% interval {show_interval(share['interval'], '.1%')}")
+        if "accuracy_kept" in n:
+            kept = n["accuracy_kept"]
+            print(f"{run.name}: after {kept['after']} of {kept['of']} {'core blocks' if is_plain(run.model.cfg) else 'steps'} {kept['value']:.1%} of the accuracy is there, "
+                  f"95% interval {show_interval(kept['interval'], '.1%')}")
     others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
     return {**measured[0][1], "picture": draw(measured), "compare": others}
 
 
+def name_of(cfg, p):
+    """(depth, remark) of a point in the table."""
+    return (f"gate={p['gate']}", "held at every step") if "gate" in p else (depth_name(cfg, p["depth"]), p["training"])
+
+
+def depth_row(run, depth, remark, p):
+    return (run.name, depth, f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", show_bits(p), f"{p['kl']:.4f}", f"{p['agreement']:.1%}",
+            f"{p['accuracy']:.1%}", f"{p['minus_full']['value']:+.4f}", show_interval(p["minus_full"]["interval"], "+.4f"), remark)
+
+
 def draw(measured):
-    """OUT_DIR/depth.png: one line per run, a ring around its full depth; what is far above all rings leaves the frame, or
-    nobody could tell those apart. Returns the path, or None, and says why."""
-    if (figure := new_figure(8, 5)) is None:
+    """OUT_DIR/depth.png: one line per run, a ring around its full depth; at the right how far each depth is from that one. Returns the
+    path, or None, and says why."""
+    if (figure := new_figure(14, 5.5)) is None:
         return None
-    first = measured[0][0]
+    left, right = figure.subplots(1, 2)
+    draw_losses(left, measured)
+    draw_kl(right, measured)
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="FLOPs per token, one forward pass")
+        axes.grid(alpha=0.3, which="both")
+    left.legend()
+    return save_picture(figure, measured[0][0].home / "depth.png")
+
+
+def draw_losses(axes, measured):
+    """What is far above all rings leaves the frame, or nobody could tell those apart."""
     unit = common_unit([run for run, _ in measured])
-    axes = figure.subplots()
     for run, n in measured:
-        cfg, x, y = run.model.cfg, [p["flops_per_token"] for p in n["points"]], [p[unit] for p in n["points"]]
-        (line,) = axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, label=plain(f"{n['layout']} {n['update']} ({run.name})"))
-        for p, x_p, y_p in zip(n["points"], x, y):
-            if p["depth"] == cfg.n_recur:
-                axes.plot(x_p, y_p, "o", markersize=11, fillstyle="none", color=line.get_color())
-            if not is_plain(cfg):
-                axes.annotate(str(p["depth"]), (x_p, y_p), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8, color=line.get_color())
+        color = draw_line(axes, run, n, unit, n["points"], label=plain(f"{n['layout']} {n['update']} ({run.name})"))
+        for p in n["points"]:
+            if p["depth"] == run.model.cfg.n_recur:
+                axes.plot(p["flops_per_token"], p[unit], "o", markersize=11, fillstyle="none", color=color)
     crop(axes, [p[unit] for _, n in measured for p in n["points"]],
          1.5 * max(p[unit] for _, n in measured for p in n["points"] if p["training"] == "full depth"))
-    axes.set(xscale="log", xlabel="FLOPs per token, one forward pass", ylabel=f"validation loss, {unit.replace('_', ' ')}",
-             title="Loss at every depth (number: steps; ring: full depth; a dense model: after each block)")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    return save_picture(figure, first.home / "depth.png")
+    axes.set(ylabel=f"validation loss, {unit.replace('_', ' ')}", title="Loss at every depth (number: steps; ring: full depth; dense: after each block)")
+
+
+def draw_kl(axes, measured):
+    """The full depth itself, at 0, has no place on this axis."""
+    for run, n in measured:
+        draw_line(axes, run, n, "kl", [p for p in n["points"] if p["kl"] > 0 and p["depth"] != run.model.cfg.n_recur])
+    axes.set(yscale="log", ylabel="KL(full depth || this depth), nats per token", title="How far the distribution is from that at full depth")
+
+
+def draw_line(axes, run, n, what, points, **style):
+    """A run's line, numbered by its steps; its colour."""
+    x, y = [p["flops_per_token"] for p in points], [p[what] for p in points]
+    (line,) = axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, **style)
+    for p, x_p, y_p in zip(points, x, y):
+        if not is_plain(run.model.cfg):
+            axes.annotate(str(p["depth"]), (x_p, y_p), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8, color=line.get_color())
+    return line.get_color()
 
 
 def new_figure(width, height):
@@ -782,7 +985,8 @@ def report_router(runs, s):
         show_classes(run, n)
     show_kv(measured)
     others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
-    return {**measured[0][1], "picture": draw_router(measured), "compare": others}
+    claims = kv_claims(measured[0][1]["kv"]) if measured[0][1]["kv"] else []
+    return {**measured[0][1], "claims": claims, "picture": draw_router(measured), "compare": others}
 
 
 def show_choices(measured):
@@ -987,6 +1191,15 @@ def mean_of(row):
     return float(sums_W.sum() / n_W.sum()) if n_W.sum() else None
 
 
+def kv_claims(n):
+    """MoR shares K and V between recursions because they are much alike there, and finds values harder to share. It sets no bar
+    for a cosine: .9 is ours."""
+    alike, less = "{} of neighbouring steps point the same way (mean cosine; the bar is ours)", n["V_minus_K"]
+    claims = [judge(alike.format(word), "MoR", *n[name]["cosine"]["all"].values(), above=0.9)
+              for name, word in (("K", "keys"), ("V", "values")) if n[name]["cosine"]["all"]["value"] is not None]
+    return claims + ([judge("values are harder to share than keys (cosine of values minus that of keys)", "MoR", *less.values(), below=0.0)] if less else [])
+
+
 def show_kv(measured):
     print("K and V of the core before the rotary turn: mean norm at each step, and mean cosine to the same token's at the next step")
     number = lambda row, step: "-" if step >= len(row) or row[step] is None else f"{row[step]:.3f}"
@@ -1055,7 +1268,9 @@ def token_text(tokenizer, token):
 
 def stand_in(c):
     """One visible character in place of one that is none."""
-    return {"\n": "↵", "\t": "→", "\x7f": "␡"}.get(c) or (c if c.isprintable() else chr(0x2400 + ord(c)) if c < " " else " " if c.isspace() else "\ufffd")
+    if c.isprintable():
+        return c
+    return {"\n": "↵", "\t": "→", "\x7f": "␡"}.get(c) or (chr(0x2400 + ord(c)) if c < " " else " " if c.isspace() else "\ufffd")
 
 
 def token_name(tokenizer, token):
@@ -1074,17 +1289,21 @@ def as_html(text):
 
 def as_json(record):
     """JSON that no text in it can end: in a script element `</script>` and `<!--` would."""
-    return json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False).translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
+
+
+# OKLab to the cube roots of cone responses, and those to linear sRGB  [Ottosson 2020]
+TO_CONES = np.array([[1, 0.3963377774, 0.2158037573], [1, -0.1055613458, -0.0638541728], [1, -0.0894841775, -1.2914855480]])
+FROM_CONES = np.array([[4.0767416621, -3.3077115913, 0.2309699292], [-1.2684380046, 2.6097574011, -0.3413193965], [-0.0041960863, -0.7034186147, 1.7076147010]])
 
 
 def shade(x, dark):
-    """(red, green, blue), each in 0..1, and the lightness: x in 0..1 goes from close to the paper to far from it. In OKLCH, in
+    """(red, green, blue), each in 0..1: x in 0..1 goes from close to the paper to far from it. In OKLCH, in
     which equal steps of lightness look equal; the hues are those from yellow over green to violet."""
     L, C, h = (0.25 + 0.65 * x, 0.03 + 0.11 * x, 300 - 195 * x) if dark else (0.97 - 0.57 * x, 0.03 + 0.10 * x, 105 + 195 * x)
     a, b = C * math.cos(math.radians(h)), C * math.sin(math.radians(h))
-    cone = np.array([L + 0.3963377774 * a + 0.2158037573 * b, L - 0.1055613458 * a - 0.0638541728 * b, L - 0.0894841775 * a - 1.2914855480 * b]) ** 3
-    linear = np.array([[4.0767416621, -3.3077115913, 0.2309699292], [-1.2684380046, 2.6097574011, -0.3413193965], [-0.0041960863, -0.7034186147, 1.7076147010]]) @ cone
-    linear = linear.clip(0, 1)
+    linear = (FROM_CONES @ (TO_CONES @ (L, a, b)) ** 3).clip(0, 1)
     return np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
 
 
@@ -1109,16 +1328,24 @@ def page_data(run, passage):
     """All that the page shows, as plain lists; what depends on depth has one list for each place of the slider."""
     cfg, depths, blocks = run.model.cfg, exit_depths(run.model.cfg), is_plain(run.model.cfg)
     used = torch.cat([passage.id_N, passage.likeliest_RN.flatten()]).unique()
-    places, index = [round(depth * cfg.n_core) if blocks else depth for depth in depths], lambda ids: torch.searchsorted(used, ids).tolist()
+    places = [round(depth * cfg.n_core) if blocks else depth for depth in depths]
+    index = lambda ids: torch.searchsorted(used, ids).tolist()
     deepest, known = cfg.n_core if blocks else cfg.n_recur, passage.nats_RN[:, 1:]
     usual = known[1 if len(depths) > 2 else 0 :]              # depth 0 is far off the rest, and would pale it
     return {"names": [token_name(run.tokenizer, token) for token in used.tolist()], "ids": index(passage.id_N),
-            "unit": "block" if blocks else "depth", "places": places, "labels": [depth_name(cfg, depth) for depth in depths], "full": places.index(deepest),
-            "said": [f"After {place} of {deepest} core blocks" if blocks else f"At depth {place} of {deepest}" if place <= deepest else f"At depth {place}, beyond {deepest}" for place in places],
+            "unit": "block" if blocks else "depth", "places": places, "labels": [depth_name(cfg, depth) for depth in depths],
+            "full": places.index(deepest), "said": [said(place, deepest, blocks) for place in places],
             "training": [training_at(cfg, depth) for depth in depths], "n_recur": cfg.n_recur,
             "nats": [finite(row) for row in passage.nats_RN.tolist()], "means": finite(known.mean(1).tolist()), "top_nats": top_of(usual),
             "top": [index(row) for row in passage.likeliest_RN], "p": [finite(row) for row in passage.p_RN.tolist()],
             "steps": passage.steps_N.tolist() if cfg.router != "none" else None, "ramp": {"light": ramp(False), "dark": ramp(True)}}
+
+
+def said(place, deepest, blocks):
+    """A place of the slider in words."""
+    if blocks:
+        return f"After {place} of {deepest} core blocks"
+    return f"At depth {place} of {deepest}" if place <= deepest else f"At depth {place}, beyond {deepest}"
 
 
 def top_of(nats):
@@ -1133,11 +1360,12 @@ def fill_page(run, passage, data):
     kind = cfg.update if cfg.router == "none" else f"{cfg.router}-choice router" + f" on a {cfg.update}" * (cfg.update != "replace")
     facts = [f"{cfg.layout} {kind}", f"step {run.state['step']:,}", f"data {run.dataset} ({run.meta['tokenizer']} {run.meta['fingerprint']})",
              f"the first {len(passage.id_N):,} tokens of the validation split, {min(cfg.block_size, PASSAGE):,} at a time", f"commit {commit()}"]
-    ticks = (f'<option value="{place}" label="{place}"{" class=beyond" * (training == "never trained")}></option>' for place, training in zip(data["places"], data["training"]))
+    ticks = (f'<option value="{place}" label="{place}"{" class=beyond" * (training == "never trained")}></option>'
+             for place, training in zip(data["places"], data["training"]))
     slots = {"title": escape(f"{run.name}: a text at every depth"), "facts": escape(" · ".join(facts)), "data": as_json(data),
              "passage": "".join(f"<span>{texts[token]}</span>" for token in passage.id_N.tolist()), "ticks": "".join(ticks),
-             "first": data["places"][0], "last": data["places"][-1], "full": data["places"][data["full"]], "one_view": " hidden" * (data["steps"] is None),
-             "one_depth": " disabled" * (len(data["places"]) == 1),
+             "first": data["places"][0], "last": data["places"][-1], "full": data["places"][data["full"]],
+             "one_view": " hidden" * (data["steps"] is None), "one_depth": " disabled" * (len(data["places"]) == 1),
              "slider": f"Depth: {'core blocks' if data['unit'] == 'block' else 'steps'} before the next token is predicted"}
     return re.sub(r"\{\{(\w+)\}\}", lambda slot: str(slots[slot[1]]), TEMPLATE.read_text("utf-8"))
 
@@ -1206,16 +1434,15 @@ def rows_of(names):
 def report_page(runs, s):
     """OUT_DIR/depth.html: a passage of validation text, each token coloured by its steps or its loss at every depth; the start of it here."""
     run = runs[0]
-    if "row" in run.meta:
-        raise UserError(f"data set {run.dataset!r} of {run.name} is no text, so there is no page to make of it; leave the part out, or name another run")
     passage = read_passage(run)
     data = page_data(run, passage)
     how, encoding = paints(), sys.stdout.encoding or "utf-8"
     print(f"page: the start of the validation split, {'coloured' if how else 'a digit under each token'}")
     for line in glance(run, passage, data, how):
         print(line.encode(encoding, "replace").decode(encoding))
-    return {"page": save_page(run.home / "depth.html", fill_page(run, passage, data)), "tokens": len(passage.id_N), "window": min(run.model.cfg.block_size, PASSAGE),
-            "depths": exit_depths(run.model.cfg), "nats_per_token": data["means"], "mean_depth": float(passage.steps_N.double().mean())}
+    return {"page": save_page(run.home / "depth.html", fill_page(run, passage, data)), "tokens": len(passage.id_N),
+            "window": min(run.model.cfg.block_size, PASSAGE), "depths": exit_depths(run.model.cfg), "nats_per_token": data["means"],
+            "mean_depth": float(passage.steps_N.double().mean())}
 
 
 def save_page(path, text):
@@ -1274,22 +1501,75 @@ def guesses_of(runs, groups):
             for name, share, by in prepare.guess_rows(run.meta)]
 
 
-# A part takes the runs, the first one in front, and the settings; it prints and returns its record.
-PARTS = {"loss": report_loss, "depth": report_depth, "exit": report_exit, "router": report_router, "answers": report_answers, "page": report_page}
+class Part(NamedTuple):
+    """A part of the evaluation. Its record may hold "claims" (see there), and "used" where that is not what used() says."""
+    report: Callable                                          # (runs, the first one in front; settings) -> its record; prints
+    lacks: Callable = lambda run: ""                          # why this run has nothing for the part; "": it has
+    unnamed: Callable = lambda run: True                      # whether it runs where no part is named
+
+
+PARTS = {
+    "loss": Part(report_loss),
+    "depth": Part(report_depth),
+    "exit": Part(report_exit, lambda run: "" if rules_of(run.model)[0] else f"{run.name}: {rules_of(run.model)[1]}",
+                 lambda run: run.model.cfg.router == "none"),
+    "router": Part(report_router, lambda run: f"{run.name} has no router" * (run.model.cfg.router == "none")),
+    "answers": Part(report_answers, lambda run: f"data set {run.dataset!r} of {run.name} asks for no answers" * ("row" not in run.meta)),
+    "page": Part(report_page, lambda run: f"data set {run.dataset!r} of {run.name} is no text" * ("row" in run.meta)),
+}
 
 
 def parts_for(words, run):
     """The parts to run: those named, else all that the run has something for."""
-    routed = run.model.cfg.router != "none"
-    if "router" in words and not routed:
-        raise UserError(f"{run.name} has no router, so there is nothing for the part router; name a routed run with --out_dir=, or leave the part out")
-    rules, why = rules_of(run.model)
-    if "exit" in words and not rules:
-        raise UserError(f"{run.name}: {why}; name another run with --out_dir=, or leave the part out")
-    has = {"router": routed, "exit": bool(rules) and not routed, "answers": "row" in run.meta, "page": "row" not in run.meta}
-    if not words and not routed:
-        print(f"note: {run.name} has no router: the part router is left out", file=sys.stderr)
-    return list(dict.fromkeys(words or [name for name in PARTS if has.get(name, True)]))
+    why = {name: part.lacks(run) for name, part in PARTS.items()}
+    for name in words:
+        if why[name]:
+            raise UserError(f"{why[name]}, so there is nothing for the part {name}; name another run with --out_dir=, or leave the part out")
+    if left := [f"{name} ({reason})" for name, reason in why.items() if reason and not words]:
+        print(f"note: left out: {', '.join(left)}", file=sys.stderr)
+    return list(dict.fromkeys(words or [name for name, part in PARTS.items() if not why[name] and part.unnamed(run)]))
+
+
+def used(cfg, **changes):
+    """How a part ran the model: full depth, its own routing and threshold, nobody leaving early; unless the part says otherwise."""
+    return {"depth": cfg.n_recur, "routing": None if cfg.router == "none" else "causal", "threshold": cfg.threshold if cfg.router == "expert" else None,
+            "exit": None, "exit_threshold": None, **changes}
+
+
+def made_from(run, s, device, dtype):
+    """Everything that a number may depend on beside the checkpoint."""
+    return {"commit": commit(), "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__, "platform": platform.platform(),
+            "device": str(device), "dtype": dtype, "data": data(run), "settings": {"parts": s.words, **s.values}, "used": used(run.model.cfg)}
+
+
+class Above:
+    """Standard output while bars are drawn on the same terminal: whole lines, and the bars step aside for each."""
+
+    def __init__(self, stream):
+        self.stream, self.line = stream, ""
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self.line += text
+        if text.endswith("\n"):
+            with tqdm.external_write_mode(sys.stderr):
+                self.stream.write(self.line)
+                self.stream.flush()
+            self.line = ""
+        return len(text)
+
+
+def run_parts(names, runs, s):
+    """{name: its record}, with a bar over the whole of it on a terminal."""
+    with tqdm(names, desc="evaluation", unit="part", disable=None) as bar:
+        records, out = {}, sys.stdout if bar.disable else Above(sys.stdout)
+        for name in bar:
+            bar.set_postfix_str(name)
+            with contextlib.redirect_stdout(out):
+                records[name] = PARTS[name].report(runs, s)
+        return records
 
 
 def show(head, rows):
@@ -1323,6 +1603,8 @@ def save(path, record):
 
 
 def parse(argv):
+    alone = lambda word, after: word == "--full" and (after.startswith("--") or after in PARTS)               # --full is --full=true
+    argv = [word + "=true" * alone(word, after) for word, after in zip(argv, [*argv[1:], "--"])]
     s = config.parse(argv, [EvalConfig], __doc__, words=("", len(argv)))
     for word in s.words:
         if word not in PARTS:
@@ -1345,13 +1627,13 @@ def main(argv):
     s.values["dtype"] = s.dtype or states[0]["settings"]["dtype"]
     device, dtype, autocast = pick_device(s)
     runs = [open_run(folder, state, s, device, autocast) for folder, state in zip(folders, states)]
-    names = parts_for(s.words, runs[0])
-    made = {"commit": commit(), "torch": str(torch.__version__), "python": platform.python_version(), "device": str(device), "dtype": dtype,
-            "data": data(runs[0])}
+    names, made = parts_for(s.words, runs[0]), made_from(runs[0], s, device, dtype)
     for run in runs:
         cfg = run.model.cfg
         print(f"{run.name}: {cfg.layout} update={cfg.update}, step {run.state['step']}, data {run.split.path}; {device} {dtype}", file=sys.stderr)
-    parts = {name: {**made, **PARTS[name](runs, s)} for name in names}
+    parts = {name: {**made, **record} for name, record in run_parts(names, runs, s).items()}
+    if claims := [claim for part in parts.values() for claim in part.get("claims", ())]:
+        show_claims(runs[0], claims)
     record = {**identity(runs[0]), "parts": parts}
     record = json.loads(json.dumps(record), parse_constant=str)                 # JSON has no NaN: it becomes a word
     print(json.dumps(record), flush=True)

@@ -12,7 +12,7 @@ import torch
 from spec import Sequence
 from tiny import layout, loud, some_ids, tiny
 
-from eval import kv_by_step, measure_kv, show_kv
+from eval import kv_by_step, kv_claims, measure_kv, show_kv
 
 
 class Windows:
@@ -97,7 +97,7 @@ def test_k_and_v_that_the_steps_share_have_no_next_to_compare_with(kv, made_agai
     for name in "KV":
         assert record[name]["norm"]["by_step"][0] > 0
         assert (record[name]["cosine"]["by_step"][0] is not None) == (record[name]["norm"]["by_step"][1] is not None) == (name == made_again)
-    assert record["V_minus_K"] is None
+    assert record["V_minus_K"] is None and [c["claim"].split()[0] for c in kv_claims(record)] == {"": [], "K": ["keys"], "V": ["values"]}[made_again]
     show_kv([(SimpleNamespace(name="loud"), {"kv": record, "depth_shares": [0, 0, 0, 1]})])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 3 and "-" in lines[2].split() and math.isclose(float(lines[2].split()[2]), record["K"]["norm"]["by_step"][0], abs_tol=1e-3)
@@ -109,3 +109,10 @@ def test_k_and_v_do_not_depend_on_how_windows_are_batched_and_leave_no_hook_behi
     assert one["V_minus_K"]["value"] == pytest.approx(all_five["V_minus_K"]["value"], abs=1e-6)
     assert np.allclose(one["K"]["norm"]["blocks"], all_five["K"]["norm"]["blocks"])
     assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_what_the_paper_says_of_k_and_v_is_judged_by_this_runs_intervals():
+    cosine = lambda *interval: {"cosine": {"all": {"value": sum(interval) / 2, "interval": list(interval)}}}                # noqa: E731
+    verdicts = lambda k, v, less: [c["holds"] for c in kv_claims({"K": cosine(*k), "V": cosine(*v), "V_minus_K": {"value": sum(less) / 2, "interval": less}})]      # noqa: E731
+    assert verdicts((0.91, 0.95), (0.7, 0.8), [-0.2, -0.1]) == [True, False, True]
+    assert verdicts((0.89, 0.95), (0.91, 0.92), [0.1, 0.2]) == [None, True, False]

@@ -188,7 +188,9 @@ def test_a_page_is_made_in_as_many_windows_as_the_context_is_long_and_of_no_synt
     run = open_run("out/gated")
     one, three = read_passage(run), read_passage(run._replace(batch_size=3))
     assert all(torch.allclose(a.double(), b.double(), atol=1e-5, equal_nan=True) for a, b in zip(one, three)) and len(one.id_N) == 1024
-    assert "is no text" in refusal(evaluation.report_page, [SimpleNamespace(meta={"row": 8}, dataset="phop", name="out/x")], None)
+    phop = run._replace(meta={**run.meta, "row": 8})
+    assert "is no text, so there is nothing for the part page" in refusal(evaluation.parts_for, ["page"], phop) and "page" not in evaluation.parts_for([], phop)
+    assert "page" in evaluation.parts_for([], run)
 
 
 def test_a_run_that_has_diverged_still_has_a_page(place, monkeypatch):
