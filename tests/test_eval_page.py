@@ -15,12 +15,14 @@ import pytest
 import tiktoken
 import torch
 import torch.nn.functional as F
+from tiny import loud
 from toy import DENSE, SEQUENCE, flags, make_config, refusal
 
 import eval as evaluation
 import prepare
 import train
 from eval import as_html, page_data, painted, ramp, read_passage, rows_of, shade, token_name, token_text
+from model import GPTConfig
 
 NASTY = 'a</script><!-- <b class="x">&amp; \t{{data}}\r\n\n\x01\x1b[31m é🦊 \u202e\n'
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -28,7 +30,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with out/gated, out/expert, out/token, out/dense and out/sequence, trained for some steps on texts full of traps."""
+    """A folder with out/gated, out/expert, out/token, out/dense and out/sequence, with loud weights, on texts full of traps."""
     folder, here = tmp_path_factory.mktemp("page"), os.getcwd()
     (folder / "corpus").mkdir()
     for i in range(4):
@@ -37,8 +39,11 @@ def place(tmp_path_factory):
     prepare.prepare("corpus", name="toy", data_dir="data", quiet=True, val_fraction=0.3)
     routed = dict(update="replace", depth_sampling="fixed", state_noise=0.0, gate_noise=0.0)
     for name, changes in {"dense": DENSE | dict(n_core=3), "sequence": SEQUENCE, "token": routed | dict(router="token"), "expert": routed | dict(router="expert"), "gated": {}}.items():
-        make_config(folder, **{"max_iters": 8, "eval_tokens": 64, **changes})
+        make_config(folder, **{"max_iters": 0, "eval_tokens": 64, **changes})
         train.main(["toy.py", f"--out_dir=out/{name}"])
+        path = Path(f"out/{name}/ckpt.pt")
+        state = train.load_checkpoint(path)
+        train.save_checkpoint(path, {**state, "step": 8, "model": loud(GPTConfig(**state["model_config"])).state_dict()})
     os.chdir(here)
     return folder
 
@@ -114,7 +119,7 @@ def test_the_losses_and_guesses_on_the_page_are_those_of_the_model_at_each_depth
     data, ids = Page(source).data, run.split.read(0, 1025)
     ids_BT, targets_BT = torch.tensor(ids[:-1]).view(32, 32), torch.tensor(ids[1:]).view(32, 32)
     assert [data["names"][i] for i in data["ids"]] == [token_name(run.tokenizer, id) for id in ids[:-1].tolist()]
-    assert data["places"] == {"gated": list(range(9)), "expert": list(range(5)), "token": [4], "dense": [0, 1, 2, 3], "sequence": [2]}[name]
+    assert data["places"] == {"gated": list(range(9)), "expert": list(range(5)), "token": list(range(5)), "dense": [0, 1, 2, 3], "sequence": [2]}[name]
     assert data["places"][data["full"]] == (3 if name == "dense" else run.model.cfg.n_recur)
     assert len(data["nats"]) == len(data["top"]) == len(data["p"]) == len(data["means"]) == len(data["said"]) == len(data["training"]) == len(data["places"])
     for at, place in enumerate(data["places"]):
@@ -141,12 +146,12 @@ def test_the_steps_on_the_page_are_those_that_tokens_take_and_unrouted_runs_have
     assert name == "gated" or len(depth_N.unique()) > 1
 
 
-@pytest.mark.parametrize("name", ["gated", "dense", "token"])
+@pytest.mark.parametrize("name", ["gated", "dense", "token", "sequence"])
 def test_the_places_of_the_sliders_are_the_depths_and_it_stands_at_the_full_one(make, name):
     page = Page(make(name)[0])
     first, last, full = (int(page.slider[key]) for key in ("min", "max", "value"))
     assert list(range(first, last + 1)) == page.data["places"] == [int(tick) for tick in page.ticks] and page.slider["step"] == "1"
-    assert full == {"gated": 4, "dense": 3, "token": 4}[name] and ("disabled" in page.slider) == (name == "token")
+    assert full == {"gated": 4, "dense": 3, "token": 4, "sequence": 2}[name] and ("disabled" in page.slider) == (name == "sequence")
 
 
 def test_there_are_as_many_spans_as_tokens_and_their_text_is_the_tokens(make):
