@@ -172,6 +172,20 @@ def test_nothing_in_a_text_can_leave_its_place_in_the_page(make):
     assert page.fetches == [] and not re.search(r"https?:|//\w+\.|@import|url\(", source)         # nothing is fetched
 
 
+def test_a_token_that_is_a_whole_end_of_script_is_text_wherever_the_page_shows_it(place, monkeypatch):
+    monkeypatch.chdir(place)
+    run, traps = open_run("out/gated"), ["</script><script>x</script>", "<!--<script>", "<b>&amp;", "{{data}}{{title}}", "\u2028\u2029"]
+    encoding = tiktoken.Encoding("traps", pat_str=r"[\s\S]+", special_tokens={}, mergeable_ranks={**{bytes([i]): i for i in range(256)}, **{trap.encode(): 256 + i for i, trap in enumerate(traps)}})
+    run, passage = run._replace(tokenizer=encoding), read_passage(run)
+    passage = passage._replace(id_N=256 + torch.arange(1024) % 5, likeliest_RN=256 + torch.arange(1024).expand(9, -1) % 5)
+    data = page_data(run, passage)
+    source = evaluation.fill_page(run, passage, data)
+    page = Page(source)
+    assert page.data == json.loads(json.dumps(data)) and page.data["names"] == [*traps[:4], "  ".replace(" ", "␣")]
+    assert page.spans[:5] == [*traps[:4], "  "] and len(page.spans) == 1024 and page.names.count("script") == 2 and page.names.count("b") == 0
+    assert source.count("</script>") == 2 and "<!--" not in source
+
+
 def test_a_page_holds_the_run_its_step_its_data_and_the_commit(make):
     source = make("expert")[0]
     facts = re.search(r'<p id="facts">(.*?)</p>', source)[1]
@@ -278,8 +292,8 @@ def test_colours_need_a_terminal_that_wants_them(monkeypatch):
 
 
 def test_a_line_ends_where_the_text_does_and_before_it_is_too_long():
-    names = ["ab", "c↵", "x" * 99, "y", "z", "", "x" * 150, "end"]
-    assert list(rows_of(names)) == [[0, 1], [2, 3], [4, 5], [6], [7]]
+    names = ["ab", "c↵", "de", "x" * 97, "y", "z", "", "x" * 150, "end"]
+    assert list(rows_of(names)) == [[0, 1], [2, 3, 4], [5, 6], [7], [8]]
 
 
 # ---- in a real browser
@@ -293,7 +307,7 @@ def dump(path, view, size="1200,900"):
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here")
-@pytest.mark.parametrize("name, views", [("gated", ["depth=0", "depth=4"]), ("expert", ["by=loss&depth=1", "by=loss&depth=4", "by=steps&depth=4", "by=steps&depth=1"])])
+@pytest.mark.parametrize("name, views", [("gated", ["depth=0", "depth=4"]), ("expert", ["by=loss&depth=1", "by=steps&depth=4", "by=steps&depth=1"])])
 def test_the_slider_changes_the_colours_of_the_spans_in_a_browser(make, name, views):
     make(name)
     painted_spans, words = [], []
