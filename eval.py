@@ -1395,7 +1395,9 @@ def glance(run, passage, data, how):
         (f"{data['said'][at]}: {show_nats(data['means'][at])} nats per token", str(data["places"][at]), data["nats"][at], data["top_nats"]) for at in few]
     if how:
         for title, _, values, top in views:
-            yield from (title, *colored(names, values, top, how))
+            scale = range(top + 1) if data["steps"] else np.linspace(0, top, 5)
+            yield f"{title}  " + "".join(painted(f" {value:g} ", value / top, how) for value in scale)
+            yield from colored(names, values, top, how)
     else:
         yield from (f"{label}: {title[:1].lower()}{title[1:]}" for title, label, *_ in views)
         yield from numbered(names, {label: values for _, label, values, _ in views})

@@ -264,7 +264,8 @@ def test_without_a_terminal_digits_stand_under_each_token(make, name, places):
 def test_a_terminal_shows_the_same_text_on_the_colours_of_its_steps(make, monkeypatch, how):
     plain = [line[7:] for line in make("expert")[1][2:-1:2]]
     monkeypatch.setattr(evaluation, "paints", lambda: how)
-    colored = make("expert")[1][2:-1]
+    title, *colored = make("expert")[1][1:-1]
+    assert re.findall(r"m ([\d.]+) \x1b", title) == ["0", "1", "2", "3", "4"]
     assert [re.sub(r"\x1b\[[\d;]*m", "", line) for line in colored] == plain
     data = Page(Path("out/expert/depth.html").read_text("utf-8")).data
     painted_tokens = re.findall(r"\x1b\[38;5;(?:16|231);48;([\d;]+)m(.*?)\x1b\[0m", "".join(colored))
