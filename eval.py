@@ -132,13 +132,13 @@ def is_plain(cfg):
 
 
 def exit_depths(cfg):
-    """Where a model can be left, ascending: after each step, twice as deep as n_recur too; dense: after each core block,
-    as fractions of its one step; the depth that it has, where every step has blocks of its own."""
+    """Where a model can be left, ascending: after each step, to twice n_recur where no step has weights of its own; dense: after
+    each core block, as fractions of its one step; the depth that it has, where every step has blocks of its own."""
     if is_plain(cfg):
         return [k / cfg.n_core for k in range(cfg.n_core + 1)]
     if not cfg.any_depth:
         return [cfg.n_recur]
-    return list(range((2 if cfg.router == "none" else 1) * cfg.n_recur + 1))
+    return list(range((1 if cfg.own_steps else 2) * cfg.n_recur + 1))
 
 
 def features_at(model, ids_BT, depths, routing="causal"):
@@ -292,6 +292,7 @@ def measure_loss(run, full=True):
                "block_size": run.split.width - 1, **loss, "bits_per_byte": mean * run.bits, "perplexity": math.inf if mean > 700 else math.exp(mean)}
     if run.model.cfg.router == "expert":
         (topk_nats,), _ = window_nats(run, starts, depths, "topk")
+        numbers["used"] = used(run.model.cfg, routing=["causal", "topk"])
         numbers["topk"] = {"causal": False, **loss_of(topk_nats, counts), "minus_causal": paired(topk_nats, nats, counts)}
     return {**numbers, "train": against_train(run)}, nats, counts
 
@@ -458,22 +459,23 @@ def gains(cfg, sums, counts, full):
 
 def depth_claims(cfg, sums, counts, full):
     """What GRT says of depth, and MoR of a smaller maximum than the trained one."""
-    nats, kl = sums["nats"], sums["kl"]
-    smallest_fall = lambda means: (means[:-1] - means[1:]).min(0)
-    claims = []
-    if cfg.router != "none" and full > 1:
-        claims.append(claim("a larger maximum depth at test time lowers the loss (smallest fall from 1 on, nats)", "MoR", nats[1 : full + 1], counts, smallest_fall))
-    if cfg.router == "none" and full > 1 and not is_plain(cfg):
-        claims += [claim("every step up to n_recur lowers the loss (smallest fall, nats)", "GRT", nats[: full + 1], counts, smallest_fall),
-                   claim("every step brings the distribution nearer to the final one (smallest fall of KL, nats)", "GRT", kl[: full + 1], counts, smallest_fall)]
-    if "share_of_first_two" in gains(cfg, sums, counts, full) and cfg.router == "none":
-        claims.append(claim("most of the loss drop comes with the first two steps (share; Large: .82)", "GRT", nats[: full + 1], counts, early_share, above=0.5))
-    if cfg.router == "none" and len(nats) > 2 * full and full > 1:
-        rise = lambda means: (means[2] - means[1]) / (means[0] - means[1])
-        claims += [claim("beyond n_recur the loss falls no more (at twice the depth minus at n_recur, nats; Large: .06)", "GRT", nats[2 * full] - nats[full], counts),
-                   claim("beyond n_recur it rises little (the same over the drop from depth 0; Large: .02)", "GRT", nats[[0, full, 2 * full]], counts, rise, below=0.1)]
+    nats, kl, claims = sums["nats"], sums["kl"], []
+    fall = lambda means: (means[:-1] - means[1:]).min(0)      # the smallest of all steps
+    rise = lambda means: (means[2] - means[1]) / (means[0] - means[1])
+    says = lambda text, *what, paper="GRT", **side: claims.append(claim(text, paper, what[0], counts, *what[1:], **side))
+    loops = full > 1 and cfg.router == "none" and not is_plain(cfg)
+    if full > 1 and cfg.router != "none":
+        says("a larger maximum depth at test time lowers the loss (smallest fall from 1 on, nats)", nats[1 : full + 1], fall, paper="MoR")
+    if loops:
+        says("every step up to n_recur lowers the loss (smallest fall, nats)", nats[: full + 1], fall)
+        says("every step brings the distribution nearer to the final one (smallest fall of KL, nats)", kl[: full + 1], fall)
+    if loops and full > 2:
+        says("most of the loss drop comes with the first two steps (share; Large: .82)", nats[: full + 1], early_share, above=0.5)
+    if loops and not cfg.own_steps:                           # others run no deeper than n_recur
+        says("beyond n_recur the loss falls no more (at twice the depth minus at n_recur, nats; Large: .06)", nats[2 * full] - nats[full])
+        says("beyond n_recur it rises little (the same over the drop from depth 0; Large: .02)", nats[[0, full, 2 * full]], rise, below=0.1)
     if cfg.update == "gate":
-        claims.append(claim("a gate held at 0 hurts more than one held at 1 (nats; Large: 6.8)", "GRT", nats[-2] - nats[-1], counts))
+        says("a gate held at 0 hurts more than one held at 1 (nats; Large: 6.8)", nats[-2] - nats[-1])
     return claims
 
 
@@ -514,8 +516,9 @@ def depth_name(cfg, depth):
 def report_depth(runs, s):
     """Loss, distance to full depth and accuracy after every step (dense: every core block) against FLOPs; one picture for all runs."""
     measured = [(run, measure_depth(run, s.eval_tokens)) for run in runs]
-    print(f"depth: after each step against FLOPs of a forward pass, on {measured[0][1]['windows']:,} fixed windows ({measured[0][1]['tokens']:,} tokens); KL, same guess "
-          f"and minus: beside n_recur steps; k/L = a dense model left after k of its L core blocks; routed: the most steps, and FLOPs of who really went on")
+    print(f"depth: after each step against FLOPs of a forward pass, on {measured[0][1]['windows']:,} fixed windows ({measured[0][1]['tokens']:,} tokens); "
+          f"KL, same guess and minus: beside n_recur steps; k/L = a dense model left after k of its L core blocks; routed: at most so many steps, and FLOPs of "
+          f"who really went on")
     tell_unpaired(runs)
     for run, n in measured:
         if len(n["points"]) == 1:
@@ -525,11 +528,12 @@ def report_depth(runs, s):
     for run, n in measured:
         if "share_of_first_two" in n:
             share = n["share_of_first_two"]
-            print(f"{run.name}: the first two of {run.model.cfg.n_recur} steps bring {share['value']:.1%} of the loss drop, 95% interval {show_interval(share['interval'], '.1%')}")
+            print(f"{run.name}: the first two of {run.model.cfg.n_recur} steps bring {share['value']:.1%} of the loss drop, 95% interval "
+                  f"{show_interval(share['interval'], '.1%')}")
         if "accuracy_kept" in n:
             kept = n["accuracy_kept"]
-            print(f"{run.name}: after {kept['after']} of {kept['of']} {'core blocks' if is_plain(run.model.cfg) else 'steps'} {kept['value']:.1%} of the accuracy is there, "
-                  f"95% interval {show_interval(kept['interval'], '.1%')}")
+            print(f"{run.name}: after {kept['after']} of {kept['of']} {'core blocks' if is_plain(run.model.cfg) else 'steps'} {kept['value']:.1%} of the "
+                  f"accuracy is there, 95% interval {show_interval(kept['interval'], '.1%')}")
     others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
     return {**measured[0][1], "picture": draw(measured), "compare": others}
 
@@ -573,9 +577,9 @@ def draw_losses(axes, measured):
 
 
 def draw_kl(axes, measured):
-    """The full depth itself, at 0, has no place on this axis."""
+    """The full depth itself, at 0, has no place on this axis: the line is broken there."""
     for run, n in measured:
-        draw_line(axes, run, n, "kl", [p for p in n["points"] if p["kl"] > 0 and p["depth"] != run.model.cfg.n_recur])
+        draw_line(axes, run, n, "kl", [p if p["kl"] > 0 else p | {"kl": math.nan} for p in n["points"]])
     axes.set(yscale="log", ylabel="KL(full depth || this depth), nats per token", title="How far the distribution is from that at full depth")
 
 
@@ -584,7 +588,7 @@ def draw_line(axes, run, n, what, points, **style):
     x, y = [p["flops_per_token"] for p in points], [p[what] for p in points]
     (line,) = axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, **style)
     for p, x_p, y_p in zip(points, x, y):
-        if not is_plain(run.model.cfg):
+        if not is_plain(run.model.cfg) and math.isfinite(y_p):
             axes.annotate(str(p["depth"]), (x_p, y_p), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8, color=line.get_color())
     return line.get_color()
 
@@ -703,7 +707,8 @@ def measure_exit(run, s):
     if s.exit_tokens:
         time_exits(run, starts, points, s.exit_tokens)
     fits = {rule: fit_line([p for p in points if p["rule"] == rule]) for rule in rules if s.exit_tokens}
-    return {"windows": len(starts), "layout": run.model.cfg.layout, "points": points, "fits": fits}
+    tried = {name: list(dict.fromkeys(p[key] for p in points)) for name, key in (("exit", "rule"), ("exit_threshold", "threshold"))}
+    return {"windows": len(starts), "layout": run.model.cfg.layout, "used": used(run.model.cfg, **tried), "points": points, "fits": fits}
 
 
 def report_exit(runs, s):
@@ -958,7 +963,7 @@ def expert_numbers(cfg, tallies, counts, p_counts):
     choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1 and asks]
     dead_T = (best.depth_WT < cfg.n_recur).all(0)
     dial = {cfg.threshold: causal, **{way: tally for way, tally in tallies.items() if not isinstance(way, str)}} if asks else {}
-    return {"threshold": cfg.threshold if asks else None, "capacities": cfg.capacities,
+    return {"threshold": cfg.threshold if asks else None, "used": used(cfg, routing=["causal", "topk", "lot"], threshold=sorted(dial)), "capacities": cfg.capacities,
             "topk": {"causal": False, **best.numbers(counts), "minus_causal": best.minus(causal, counts)},
             "lot": {**lot.numbers(counts), "minus_topk": lot.minus(best, counts), "minus_causal": lot.minus(causal, counts)},
             "accuracy": {"pooled": agreement(best.yes_counts[choices].sum(0)), "steps": {step: agreement(best.yes_counts[step]) for step in choices}},

@@ -39,15 +39,16 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def go(place, monkeypatch, capsys):
-    """go(name, **flags) -> (lines, the record of the part depth); no picture."""
+    """go(name, part, **flags) -> (lines, the record of the part); no picture."""
     monkeypatch.chdir(place)
-    monkeypatch.setattr(evaluation, "draw", lambda measured: None)
+    for draw in ("draw", "draw_exit", "draw_router"):
+        monkeypatch.setattr(evaluation, draw, lambda measured: None)
 
-    def go(name, **changes):
+    def go(name, part="depth", **changes):
         capsys.readouterr()
-        evaluation.main(["depth", *flags(**{"out_dir": f"out/{name}", "device": "cpu", "eval_tokens": 160, **changes})])
+        evaluation.main([part, *flags(**{"out_dir": f"out/{name}", "device": "cpu", "eval_tokens": 160, **changes})])
         *lines, last = capsys.readouterr().out.splitlines()
-        return lines, json.loads(last)["parts"]["depth"]
+        return lines, json.loads(last)["parts"][part]
     return go
 
 
@@ -107,6 +108,16 @@ def test_the_depth_of_a_token_choice_model_is_the_most_steps_that_a_token_takes(
             assert torch.equal(model.head(x_BTD), out.logits) and out.depth_BT.max() == depth
 
 
+def test_a_model_whose_steps_have_weights_of_their_own_goes_no_deeper_than_trained():
+    model, ids_BT = loud(tiny(**LOOP, lora_rank=2)), some_ids(2, 32)
+    assert exit_depths(model.cfg) == [0, 1, 2, 3] and exit_depths(tiny(**LOOP)) == list(range(7))
+    with torch.no_grad():
+        for depth, x_BTD in zip(range(4), features_at(model, ids_BT, range(4))):
+            assert torch.allclose(model.head(x_BTD), model(ids_BT, depth=depth).logits, atol=1e-5)
+    claims = by_name(depth_claims(model.cfg, *sums_of(5, 4, 3, 2.9), 3))
+    assert len(claims) == 3 and not any("beyond" in words for _, words in claims)
+
+
 # ---- a gate that is held
 
 
@@ -153,7 +164,8 @@ def test_the_record_of_depth_is_what_the_model_says(go, name):
         assert [p[key] for key in ("nats_per_token", "kl", "agreement", "accuracy")] == pytest.approx([nats, kl, same, right], abs=1e-5)
         assert p["minus_full"]["value"] == pytest.approx(nats - sums[4, :, 0].sum() / n, abs=1e-5)
         row = next(line.split() for line in lines if line.split()[:2] == [f"out/{name}", str(p["depth"])])
-        assert row[3] == f"{p['nats_per_token']:.4f}" and row[5:9] == [f"{p['kl']:.4f}", f"{p['agreement']:.1%}", f"{p['accuracy']:.1%}", f"{p['minus_full']['value']:+.4f}"]
+        shown = [f"{p['nats_per_token']:.4f}", f"{p['kl']:.4f}", f"{p['agreement']:.1%}", f"{p['accuracy']:.1%}", f"{p['minus_full']['value']:+.4f}"]
+        assert [row[3], *row[5:9]] == shown
     assert part["points"][4]["minus_full"] == {"value": 0, "interval": [0, 0]} and part["points"][4]["agreement"] == 1
     low, high = part["points"][0]["minus_full"]["interval"]
     assert low < part["points"][0]["minus_full"]["value"] < high
@@ -176,6 +188,16 @@ def test_the_depth_record_has_the_loss_with_the_gate_held(go):
     same = ("nats_per_token", "kl", "agreement", "accuracy")
     assert [part["held"][1][key] for key in same] == [part["points"][0][key] for key in same]
     assert go("dense")[1]["held"] == go("expert")[1]["held"] == []
+
+
+def test_the_record_says_which_depth_routing_exit_and_threshold_were_used(go):
+    plain = {"depth": 4, "routing": None, "threshold": None, "exit": None, "exit_threshold": None}
+    routed = plain | {"routing": "causal", "threshold": 0.5}
+    assert go("gated", "loss")[1]["used"] == plain and go("token", "loss")[1]["used"] == routed | {"threshold": None}
+    assert go("expert", "loss")[1]["used"] == routed | {"routing": ["causal", "topk"]}
+    assert go("expert")[1]["used"] == routed | {"depth": [0, 1, 2, 3, 4]}
+    assert go("expert", "router", thresholds=[0.25])[1]["used"] == routed | {"routing": ["causal", "topk", "lot"], "threshold": [0.25, 0.5]}
+    assert go("gated", "exit", exit_thresholds=[0.1, 1], exit_tokens=0)[1]["used"] == plain | {"exit": [None, "kl"], "exit_threshold": [None, 0.1, 1]}
 
 
 def test_a_dense_model_keeps_an_accuracy_at_half_its_blocks_and_has_no_first_steps(go):
@@ -241,7 +263,8 @@ def test_the_claims_about_a_held_gate_and_about_routers():
 
 def test_shallow_loops_have_no_first_two_steps_to_speak_of():
     two = tiny(n_recur=2)
-    assert "share_of_first_two" not in gains(two, *sums_of(5, 4, 3, 3, 3), 2) and not any("first two" in c["claim"] for c in depth_claims(two, *sums_of(5, 4, 3, 3, 3), 2))
+    assert "share_of_first_two" not in gains(two, *sums_of(5, 4, 3, 3, 3), 2)
+    assert not any("first two" in c["claim"] for c in depth_claims(two, *sums_of(5, 4, 3, 3, 3), 2))
     assert gains(two, *sums_of(5, 4, 3, 3, 3), 2)["accuracy_kept"]["after"] == 1 and gains(tiny(n_recur=1, update="gate"), *sums_of(5, 4, 4), 1) == {}
 
 
@@ -260,12 +283,12 @@ def test_the_depth_picture_shows_the_kl_of_every_depth_but_the_full_one(place, m
     figure = pytest.importorskip("matplotlib.figure")
     monkeypatch.chdir(place)
     runs, drawn, savefig = [open_run("gated"), open_run("dense")], [], figure.Figure.savefig
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self) or savefig(self, *args, **kwargs))
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **kw: drawn.append(self) or savefig(self, *args, **kw))
     measured = [(run, evaluation.measure_depth(run, 160)) for run in runs]
     assert evaluation.draw(measured) == str(Path("out/gated/depth.png")) and Path("out/gated/depth.png").read_bytes()[:4] == b"\x89PNG"
     losses, kls = drawn[0].axes
     for (run, n), line in zip(measured, kls.get_lines()):
-        points = [p for p in n["points"] if p["depth"] != run.model.cfg.n_recur]
-        assert list(line.get_xdata()) == [p["flops_per_token"] for p in points] and list(line.get_ydata()) == [p["kl"] for p in points]
+        assert list(line.get_xdata()) == [p["flops_per_token"] for p in n["points"]]
+        assert [None if math.isnan(kl) else kl for kl in line.get_ydata()] == [None if p["depth"] == run.model.cfg.n_recur else p["kl"] for p in n["points"]]
     assert (kls.get_xscale(), kls.get_yscale(), losses.get_yscale()) == ("log", "log", "linear") and "KL" in kls.get_ylabel()
     assert [text.get_text() for text in kls.texts] == ["0", "1", "2", "3", "5", "6", "7", "8"]
