@@ -5,6 +5,7 @@
     python eval.py depth --out_dir=out/grt_tiny --compare=out/gpt_tiny --compare=out/recursive_tiny     # and out/grt_tiny/depth.png
     python eval.py exit --out_dir=out/recursive_tiny              # tokens that leave the loop early: loss, steps, FLOPs, time; exit.png
     python eval.py router --out_dir=out/RUN                       # a routed run: who goes on, and what that is worth; RUN/router.png
+    python eval.py page --out_dir=out/RUN                         # a text, coloured by steps or by loss at every depth; RUN/depth.html
     python eval.py answers --out_dir=out/RUN                      # a run on phop or addition: right answers by hops or digits, at every depth
 
 Parts: see PARTS at the end; none named = all that the run has something for (a routed run's tokens leave early by request
@@ -1449,7 +1450,7 @@ def report_page(runs, s):
         print(line.encode(encoding, "replace").decode(encoding))
     return {"page": save_page(run.home / "depth.html", fill_page(run, passage, data)), "tokens": len(passage.id_N),
             "window": min(run.model.cfg.block_size, PASSAGE), "depths": exit_depths(run.model.cfg), "nats_per_token": data["means"],
-            "mean_depth": float(passage.steps_N.double().mean())}
+            "mean_depth": float(passage.steps_N.double().mean()), "used": used(run.model.cfg, depth=exit_depths(run.model.cfg))}
 
 
 def save_page(path, text):
