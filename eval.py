@@ -567,8 +567,9 @@ def draw(measured):
 def draw_losses(axes, measured):
     """What is far above all rings leaves the frame, or nobody could tell those apart."""
     unit = common_unit([run for run, _ in measured])
-    for run, n in measured:
-        color = draw_line(axes, run, n, unit, n["points"], label=plain(f"{n['layout']} {n['update']} ({run.name})"))
+    for i, (run, n) in enumerate(measured):
+        routed = "" if run.model.cfg.router == "none" else f", {run.model.cfg.router}-choice"
+        color = draw_line(axes, i, run, unit, n["points"], label=plain(f"{n['layout']} {n['update']}{routed} ({run.name})"))
         for p in n["points"]:
             if p["depth"] == run.model.cfg.n_recur:
                 axes.plot(p["flops_per_token"], p[unit], "o", markersize=11, fillstyle="none", color=color)
@@ -579,18 +580,18 @@ def draw_losses(axes, measured):
 
 def draw_kl(axes, measured):
     """The full depth itself, at 0, has no place on this axis: the line is broken there."""
-    for run, n in measured:
-        draw_line(axes, run, n, "kl", [p if p["kl"] > 0 else p | {"kl": math.nan} for p in n["points"]])
+    for i, (run, n) in enumerate(measured):
+        draw_line(axes, i, run, "kl", [p if p["kl"] > 0 else p | {"kl": math.nan} for p in n["points"]])
     axes.set(yscale="log", ylabel="KL(full depth || this depth), nats per token", title="How far the distribution is from that at full depth")
 
 
-def draw_line(axes, run, n, what, points, **style):
-    """A run's line, numbered by its steps; its colour."""
+def draw_line(axes, i, run, what, points, **style):
+    """The line of run number i, numbered by its steps, of every other run below it; its colour."""
     x, y = [p["flops_per_token"] for p in points], [p[what] for p in points]
     (line,) = axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, **style)
     for p, x_p, y_p in zip(points, x, y):
         if not is_plain(run.model.cfg) and math.isfinite(y_p):
-            axes.annotate(str(p["depth"]), (x_p, y_p), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8, color=line.get_color())
+            axes.annotate(str(p["depth"]), (x_p, y_p), textcoords="offset points", xytext=(0, -15 if i % 2 else 8), ha="center", fontsize=8, color=line.get_color())
     return line.get_color()
 
 
