@@ -5,6 +5,7 @@
     python eval.py depth --out_dir=out/grt_tiny --compare=out/gpt_tiny --compare=out/recursive_tiny     # and out/grt_tiny/depth.png
     python eval.py exit --out_dir=out/recursive_tiny              # tokens that leave the loop early: loss, steps, FLOPs, time; exit.png
     python eval.py router --out_dir=out/RUN                       # a routed run: who goes on, and what that is worth; RUN/router.png
+    python eval.py page --out_dir=out/RUN                         # a text, coloured by steps or by loss at every depth; RUN/depth.html
     python eval.py answers --out_dir=out/RUN                      # a run on phop or addition: right answers by hops or digits, at every depth
 
 Parts: see PARTS at the end; none named = all that the run has something for (a routed run's tokens leave early by request
@@ -15,9 +16,12 @@ with every setting; the parts of earlier calls stay there while the checkpoint i
 import contextlib
 import functools
 import hashlib
+import html
 import json
 import math
+import os
 import platform
+import re
 import sys
 import textwrap
 import zipfile
@@ -1547,6 +1551,7 @@ def measure_router(run, s):
     causal = tallies["causal"]
     numbers = {"router": cfg.router, "layout": cfg.layout, "windows": len(counts), "tokens": int(counts.sum()), "block_size": cfg.block_size,
                **causal.numbers(counts), "classes": by_class(causal.depth_WT, class_WT, cfg.n_recur)}
+    numbers["kv"] = measure_kv(run, starts) if cfg.n_recur > 1 else None
     return numbers | (token_numbers if cfg.router == "token" else expert_numbers)(cfg, tallies, counts, p_counts)
 
 
@@ -1586,8 +1591,10 @@ def report_router(runs, s):
     show_thresholds(measured)
     for run, n in measured:
         show_classes(run, n)
+    show_kv(measured)
     others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
-    return {**measured[0][1], "picture": draw_router(measured), "compare": others}
+    claims = kv_claims(measured[0][1]["kv"]) if measured[0][1]["kv"] else []
+    return {**measured[0][1], "claims": claims, "picture": draw_router(measured), "compare": others}
 
 
 def show_choices(measured):
@@ -1730,6 +1737,334 @@ def draw_classes(axes, run, n):
     axes.legend(title="depth", fontsize=8, loc="center left", bbox_to_anchor=(1.1, 0.5))
 
 
+# ---------------------------------------------------------------------------------------- part: router, K and V by step
+
+
+def kv_by_step(model, ids_BT):
+    """Yield {("K" or "V", core block): (B, T, width)} for each step of a pass at full depth: what keys and values are made of,
+    before the rotary turn. NaN where a token took no such step, or the step made none (kv=share: those of step 0 serve all)."""
+    cfg, cache, noise, heard = model.cfg, no_cache(model.cfg), Silence(), {}
+    linears = {(name, j): part for j, block in enumerate(model.recursion.core) for name, part in (("K", block.attention.key), ("V", block.attention.value))}
+    hooks = [part.register_forward_hook(lambda part, args, x_ACW: heard.__setitem__(part, at_least_fp32(x_ACW))) for part in linears.values()]
+    try:
+        e_BTD, outer = model.start(ids_BT, cache, routing="causal")
+        watch, (h_BTD, anchor, who) = AtEnd(model, outer, cache), model.recursion.enter(e_BTD, outer, cfg.n_recur, noise)
+        for step in range(cfg.n_recur):
+            heard.clear()
+            inside, (h_BTD, who) = who, model.recursion.step(h_BTD, anchor, who, step, noise, cache, watch)
+            nothing_BTW = torch.full((*ids_BT.shape, model.recursion.core[0].attention.key.out_features), math.nan, device=ids_BT.device)
+            yield {where: inside.put(nothing_BTW, heard[part]) if part in heard else nothing_BTW for where, part in linears.items()}
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def walk_kv(run, starts):
+    """{("K" or "V", "norm" or "cosine", step, core block): (sum of each window, tokens of each window)}; cosine: between a
+    token's at this step and at the next."""
+    rows = {}
+    for ids_BT, _ in batches(run, starts):
+        before = {}
+        with run.autocast:
+            for step, made in enumerate(kv_by_step(run.model, ids_BT)):
+                seen = {(name, "norm", step, j): x_BTW.double().norm(dim=-1) for (name, j), x_BTW in made.items()}
+                seen |= {(name, "cosine", step - 1, j): F.cosine_similarity(x_BTW.double(), made[name, j].double(), dim=-1) for (name, j), x_BTW in before.items()}
+                for where, value_BT in seen.items():
+                    rows.setdefault(where, []).append(torch.stack([value_BT.nansum(1), value_BT.isfinite().sum(1)]).cpu())
+                before = made
+    return {where: torch.cat(pieces, 1).numpy() for where, pieces in rows.items()}
+
+
+def measure_kv(run, starts):
+    """Mean norm of K and V at each step, and mean cosine to the same token's at the next step, over the tokens that took both:
+    for each core block, over the blocks (`by_step`), and over the steps too (`all`). A cosine of whole vectors, all heads
+    together, as MoR's appendix compares them to say that recursions can share. V_minus_K: of the cosines, over equal tokens."""
+    cfg, rows = run.model.cfg, walk_kv(run, starts)
+    pooled = lambda name, what, steps: sum(rows[name, what, step, j] for step in steps for j in range(cfg.n_core))
+    record = {name: {what: {"blocks": [[mean_of(rows[name, what, step, j]) for j in range(cfg.n_core)] for step in range(n)],
+                            "by_step": [mean_of(pooled(name, what, [step])) for step in range(n)]}
+                     for what, n in (("norm", cfg.n_recur), ("cosine", cfg.n_recur - 1))} for name in "KV"}
+    both = {name: pooled(name, "cosine", range(cfg.n_recur - 1)) for name in "KV"}
+    for name, (sums_W, n_W) in both.items():
+        record[name]["cosine"]["all"] = {"value": mean_of(both[name]), "interval": interval(bootstrap(sums_W, n_W)) if n_W.all() else None}
+    (k_W, n_W), (v_W, others_W) = both["K"], both["V"]
+    equal = n_W.all() and (n_W == others_W).all()             # not where the steps share one of the two
+    return {"kv": cfg.kv, **record, "V_minus_K": paired(v_W, k_W, n_W) if equal else None}
+
+
+def mean_of(row):
+    """Of (sums, counts); None: there is nothing to have a mean."""
+    sums_W, n_W = row
+    return float(sums_W.sum() / n_W.sum()) if n_W.sum() else None
+
+
+def kv_claims(n):
+    """MoR shares K and V between recursions because they are much alike there, and finds values harder to share. It sets no bar
+    for a cosine: .9 is ours."""
+    alike, less = "{} of neighbouring steps point the same way (mean cosine; the bar is ours)", n["V_minus_K"]
+    claims = [judge(alike.format(word), "MoR", *n[name]["cosine"]["all"].values(), above=0.9)
+              for name, word in (("K", "keys"), ("V", "values")) if n[name]["cosine"]["all"]["value"] is not None]
+    return claims + ([judge("values are harder to share than keys (cosine of values minus that of keys)", "MoR", *less.values(), below=0.0)] if less else [])
+
+
+def show_kv(measured):
+    print("K and V of the core before the rotary turn: mean norm at each step, and mean cosine to the same token's at the next step")
+    number = lambda row, step: "-" if step >= len(row) or row[step] is None else f"{row[step]:.3f}"
+    show(("run", "step", "norm K", "norm V", "cosine K", "cosine V"),
+         [(run.name, str(step), *(number(n["kv"][name][what]["by_step"], step) for what in ("norm", "cosine") for name in "KV"))
+          for run, n in measured if n["kv"] for step in range(n_steps(n))])
+
+
+# ------------------------------------------------------------------------------------------------------------- part: page
+
+TEMPLATE = Path(__file__).resolve().parent / "assets" / "depth.html"
+PASSAGE = 1024                # tokens on the page, from the start of the validation split
+GLANCE = 280                  # of them in the terminal
+SHADES = 65                   # of a ramp of colours
+COLUMNS = 100                 # of the terminal
+
+
+class Passage(NamedTuple):
+    """A text and what each of its tokens came to. The loss of a token is that of predicting it from those before it; so the
+    first has none (NaN). Its steps are those that it takes itself, once it is there."""
+    id_N: torch.Tensor
+    nats_RN: torch.Tensor         # after each of exit_depths(cfg)
+    likeliest_RN: torch.Tensor    # the id that stood highest there instead
+    p_RN: torch.Tensor            # its probability
+    steps_N: torch.Tensor         # as it decides for itself (causal) at full depth
+
+
+def passage_windows(split):
+    """(ids, targets), (W, T) each: windows side by side from the start of the split. Between windows the context begins anew."""
+    T = min(split.width - 1, PASSAGE)
+    n = max(1, min(PASSAGE, split.n_tokens - 1) // T)
+    id_N = torch.from_numpy(split.read(0, n * T + 1))
+    return id_N[:-1].view(n, T), id_N[1:].view(n, T)
+
+
+@torch.no_grad()
+def read_passage(run):
+    told, steps, (ids_WT, targets_WT) = [], [], passage_windows(run.split)
+    for ids_BT, targets_BT in zip(ids_WT.to(run.device).split(run.batch_size), targets_WT.to(run.device).split(run.batch_size)):
+        with run.autocast:
+            features = features_at(run.model, ids_BT, exit_depths(run.model.cfg))
+            told.append(torch.stack([predict(run.model, x_BTD, targets_BT) for x_BTD in features]))
+            steps.append(full_pass(run.model, ids_BT)[1].flatten().cpu())
+    first_R31 = torch.tensor([math.nan, 0, 0], dtype=torch.float64).view(1, 3, 1).expand(len(told[0]), 3, 1)
+    nats_RN, likeliest_RN, p_RN = torch.cat([first_R31, *told], 2)[..., :-1].unbind(1)         # what is predicted stands one place on
+    return Passage(ids_WT.flatten(), nats_RN, likeliest_RN.long(), p_RN, torch.cat(steps))
+
+
+def predict(model, x_BTD, targets_BT):
+    """(nats of each target, the likeliest token there, its probability) as (3, B x T), float64 on the CPU; few logits at a time."""
+    n, pieces = max(1, LOGITS // model.cfg.vocab_size), []
+    for x_nD, target_n in zip(x_BTD.flatten(0, 1).split(n), targets_BT.flatten().split(n)):
+        log_nV = at_least_fp32(model.head(x_nD)).log_softmax(-1)
+        best_n, id_n = log_nV.max(-1)
+        pieces.append(torch.stack([-log_nV.gather(1, target_n[:, None])[:, 0].double(), id_n.double(), best_n.double().exp()]).cpu())
+    return torch.cat(pieces, 1)
+
+
+def token_text(tokenizer, token):
+    """A token's text: U+FFFD for bytes that are no character by themselves, '' for an id that the tokenizer does not have."""
+    try:
+        return tokenizer.decode_single_token_bytes(token).decode("utf-8", "replace")
+    except KeyError:                                          # the table is longer than the tokenizer's
+        return ""
+
+
+def stand_in(c):
+    """One visible character in place of one that is none."""
+    if c.isprintable():
+        return c
+    return {"\n": "↵", "\t": "→", "\x7f": "␡"}.get(c) or (chr(0x2400 + ord(c)) if c < " " else " " if c.isspace() else "\ufffd")
+
+
+def token_name(tokenizer, token):
+    """A token as one can read it alone: spaces and line ends are seen, a byte that is no character has its number."""
+    if not (text := token_text(tokenizer, token)):
+        return f"id {token}"
+    raw = tokenizer.decode_single_token_bytes(token)
+    return f"byte {raw.hex()}" if text == "\ufffd" and len(raw) == 1 else "".join(map(stand_in, text)).replace(" ", "␣")
+
+
+def as_html(text):
+    """Text that can do nothing in a page but be read; line ends and tabs stay, small marks show where they are."""
+    mark = lambda c: f"<i>{stand_in(c)}</i>{c if c in (chr(10), chr(9)) else ''}"
+    return "".join(html.escape(c) if c.isprintable() else mark(c) for c in text)
+
+
+def as_json(record):
+    """JSON that no text in it can end: in a script element `</script>` and `<!--` would."""
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
+
+
+# OKLab to the cube roots of cone responses, and those to linear sRGB  [Ottosson 2020]
+TO_CONES = np.array([[1, 0.3963377774, 0.2158037573], [1, -0.1055613458, -0.0638541728], [1, -0.0894841775, -1.2914855480]])
+FROM_CONES = np.array([[4.0767416621, -3.3077115913, 0.2309699292], [-1.2684380046, 2.6097574011, -0.3413193965], [-0.0041960863, -0.7034186147, 1.7076147010]])
+
+
+def shade(x, dark):
+    """(red, green, blue), each in 0..1: x in 0..1 goes from close to the paper to far from it. In OKLCH, in
+    which equal steps of lightness look equal; the hues are those from yellow over green to violet."""
+    L, C, h = (0.25 + 0.65 * x, 0.03 + 0.11 * x, 300 - 195 * x) if dark else (0.97 - 0.57 * x, 0.03 + 0.10 * x, 105 + 195 * x)
+    a, b = C * math.cos(math.radians(h)), C * math.sin(math.radians(h))
+    linear = (FROM_CONES @ (TO_CONES @ (L, a, b)) ** 3).clip(0, 1)
+    return np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+
+
+def ink_on(rgb):
+    """Black or white, whichever stands out more (WCAG: at least 4.58 to 1, whatever the colour)."""
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return "#000" if linear @ (0.2126, 0.7152, 0.0722) > 0.179 else "#fff"
+
+
+def ramp(dark):
+    """[(background, ink)] from 0 to 1."""
+    colors = [shade(i / (SHADES - 1), dark) for i in range(SHADES)]
+    return [("#" + "".join(f"{round(255 * c):02x}" for c in rgb), ink_on(rgb)) for rgb in colors]
+
+
+def finite(values):
+    """Numbers as JSON can hold them."""
+    return [round(value, 4) if math.isfinite(value) else None for value in values]
+
+
+def page_data(run, passage):
+    """All that the page shows, as plain lists; what depends on depth has one list for each place of the slider."""
+    cfg, depths, blocks = run.model.cfg, exit_depths(run.model.cfg), is_plain(run.model.cfg)
+    used = torch.cat([passage.id_N, passage.likeliest_RN.flatten()]).unique()
+    places = [round(depth * cfg.n_core) if blocks else depth for depth in depths]
+    index = lambda ids: torch.searchsorted(used, ids).tolist()
+    deepest, known = cfg.n_core if blocks else cfg.n_recur, passage.nats_RN[:, 1:]
+    usual = known[1 if len(depths) > 2 else 0 :]              # depth 0 is far off the rest, and would pale it
+    return {"names": [token_name(run.tokenizer, token) for token in used.tolist()], "ids": index(passage.id_N),
+            "unit": "block" if blocks else "depth", "places": places, "labels": [depth_name(cfg, depth) for depth in depths],
+            "full": places.index(deepest), "said": [said(place, deepest, blocks) for place in places],
+            "training": [training_at(cfg, depth) for depth in depths], "n_recur": cfg.n_recur,
+            "nats": [finite(row) for row in passage.nats_RN.tolist()], "means": finite(known.mean(1).tolist()), "top_nats": top_of(usual),
+            "top": [index(row) for row in passage.likeliest_RN], "p": [finite(row) for row in passage.p_RN.tolist()],
+            "steps": passage.steps_N.tolist() if cfg.router != "none" else None, "ramp": {"light": ramp(False), "dark": ramp(True)}}
+
+
+def said(place, deepest, blocks):
+    """A place of the slider in words."""
+    if blocks:
+        return f"After {place} of {deepest} core blocks"
+    return f"At depth {place} of {deepest}" if place <= deepest else f"At depth {place}, beyond {deepest}"
+
+
+def top_of(nats):
+    """Where a scale of losses ends: few are above."""
+    seen = nats[nats.isfinite()]
+    return max(1.0, math.ceil(2 * float(seen.quantile(0.97))) / 2) if len(seen) else 1.0
+
+
+def fill_page(run, passage, data):
+    cfg, escape = run.model.cfg, html.escape
+    texts = {token: as_html(token_text(run.tokenizer, token)) for token in set(passage.id_N.tolist())}
+    kind = cfg.update if cfg.router == "none" else f"{cfg.router}-choice router" + f" on a {cfg.update}" * (cfg.update != "replace")
+    facts = [f"{cfg.layout} {kind}", f"step {run.state['step']:,}", f"data {run.dataset} ({run.meta['tokenizer']} {run.meta['fingerprint']})",
+             f"the first {len(passage.id_N):,} tokens of the validation split, {min(cfg.block_size, PASSAGE):,} at a time", f"commit {commit()}"]
+    ticks = (f'<option value="{place}" label="{place}"{" class=beyond" * (training == "never trained")}></option>'
+             for place, training in zip(data["places"], data["training"]))
+    slots = {"title": escape(f"{run.name}: a text at every depth"), "facts": escape(" · ".join(facts)), "data": as_json(data),
+             "passage": "".join(f"<span>{texts[token]}</span>" for token in passage.id_N.tolist()), "ticks": "".join(ticks),
+             "first": data["places"][0], "last": data["places"][-1], "full": data["places"][data["full"]],
+             "one_view": " hidden" * (data["steps"] is None), "one_depth": " disabled" * (len(data["places"]) == 1),
+             "slider": f"Depth: {'core blocks' if data['unit'] == 'block' else 'steps'} before the next token is predicted"}
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: str(slots[slot[1]]), TEMPLATE.read_text("utf-8"))
+
+
+def paints():
+    """How the terminal takes colours: '' (none), '256' or 'true'. https://no-color.org"""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return ""
+    return "true" if os.environ.get("COLORTERM") in ("truecolor", "24bit") else "256"
+
+
+def painted(text, x, how):
+    """Text on the colour of x, as a terminal takes it."""
+    rgb = shade(min(1, max(0, x)), dark=True)
+    levels = [f"{round(255 * c)}" for c in rgb]
+    nearest = [int(np.abs(np.array([0, 95, 135, 175, 215, 255]) - 255 * c).argmin()) for c in rgb]
+    back = ";".join(["2", *levels]) if how == "true" else f"5;{16 + 36 * nearest[0] + 6 * nearest[1] + nearest[2]}"
+    return f"\x1b[38;5;{16 if ink_on(rgb) == '#000' else 231};48;{back}m{text}\x1b[0m"
+
+
+def glance(run, passage, data, how):
+    """Lines for the terminal: the start of the passage, by steps where there is a router, else by loss at some depths. In
+    colour one view after the other; without, each line of text stands over a line of digits for each view, 9 for all above."""
+    names = ["".join(map(stand_in, token_text(run.tokenizer, token))) for token in passage.id_N[:GLANCE].tolist()]
+    few = sorted({*range(min(3, data["full"])), data["full"]})
+    views = [(f"steps taken, of {data['n_recur']}", "steps", data["steps"], data["n_recur"])] if data["steps"] else [
+        (f"{data['said'][at]}: {show_nats(data['means'][at])} nats per token", str(data["places"][at]), data["nats"][at], data["top_nats"]) for at in few]
+    if how:
+        for title, _, values, top in views:
+            scale = range(top + 1) if data["steps"] else np.linspace(0, top, 5)
+            yield f"{title}  " + "".join(painted(f" {value:g} ", value / top, how) for value in scale)
+            yield from colored(names, values, top, how)
+    else:
+        yield from (f"{label}: {title[:1].lower()}{title[1:]}" for title, label, *_ in views)
+        yield from numbered(names, {label: values for _, label, values, _ in views})
+
+
+def show_nats(value):
+    return "-" if value is None else f"{value:.3f}"
+
+
+def colored(names, values, top, how):
+    for line in rows_of(names):
+        yield "".join(names[i] if values[i] is None else painted(names[i], values[i] / top, how) for i in line)
+
+
+def numbered(names, views):
+    digit = lambda values, i: " " if values[i] is None or not names[i] else str(min(9, round(values[i])))
+    for line in rows_of(names):
+        yield " " * 7 + "".join(names[i] for i in line)
+        for label, values in views.items():
+            yield f"{label:>5}  " + "".join(digit(values, i).ljust(len(names[i])) for i in line).rstrip()
+
+
+def rows_of(names):
+    """Which tokens stand on each line: a line ends where the text's does, and before it is too long."""
+    line, width = [], 0
+    for i, name in enumerate(names):
+        if line and (width + len(name) > COLUMNS or names[i - 1].endswith("↵")):
+            yield line
+            line, width = [], 0
+        line.append(i)
+        width += len(name)
+    if line:
+        yield line
+
+
+def report_page(runs, s):
+    """OUT_DIR/depth.html: a passage of validation text, each token coloured by its steps or its loss at every depth; the start of it here."""
+    run = runs[0]
+    passage = read_passage(run)
+    data = page_data(run, passage)
+    how, encoding = paints(), sys.stdout.encoding or "utf-8"
+    print(f"page: the start of the validation split, {'coloured' if how else 'a digit under each token'}")
+    for line in glance(run, passage, data, how):
+        print(line.encode(encoding, "replace").decode(encoding))
+    return {"page": save_page(run.home / "depth.html", fill_page(run, passage, data)), "tokens": len(passage.id_N),
+            "window": min(run.model.cfg.block_size, PASSAGE), "depths": exit_depths(run.model.cfg), "nats_per_token": data["means"],
+            "mean_depth": float(passage.steps_N.double().mean()), "used": used(run.model.cfg, depth=exit_depths(run.model.cfg))}
+
+
+def save_page(path, text):
+    """Its path; None, and why, where it could not be written."""
+    try:
+        write_whole(path, lambda file: file.write(text.encode("utf-8")))
+        print(f"page: {path} (open it in a browser)")
+        return str(path)
+    except UserError as error:                                # the numbers are worth more than the page
+        print(f"note: no page: {error}", file=sys.stderr)
+
+
 # ------------------------------------------------------------------------------------------------------- tables, the record
 
 
@@ -1792,6 +2127,7 @@ PARTS = {
                  lambda run: run.model.cfg.router == "none"),
     "router": Part(report_router, lambda run: f"{run.name} has no router" * (run.model.cfg.router == "none")),
     "answers": Part(report_answers, lambda run: f"data set {run.dataset!r} of {run.name} asks for no answers" * ("row" not in run.meta)),
+    "page": Part(report_page, lambda run: f"data set {run.dataset!r} of {run.name} is no text" * ("row" in run.meta)),
 }
 
 
