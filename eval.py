@@ -1030,10 +1030,10 @@ class Answers:
         """Of each (ids, n), longest first: nats of its last n ids together, and whether each of them is the likeliest."""
         model, counts, T = self.run.model, [n for _, n in rows], len(rows[0][0])
         row_BT = torch.tensor([ids + [self.end] * (T - len(ids)) for ids, _ in rows], device=self.run.device)
-        place_NN = torch.tensor([(b, t) for b, (ids, n) in enumerate(rows) for t in range(len(ids) - n, len(ids))], device=self.run.device).T
+        place_2N = torch.tensor([(b, t) for b, (ids, n) in enumerate(rows) for t in range(len(ids) - n, len(ids))], device=self.run.device).T
         with self.run.autocast:
             x_BTD, _ = full_pass(model, row_BT[:, :-1], **self.how)
-            x_ND, target_N, n = x_BTD[place_NN[0], place_NN[1] - 1], row_BT[place_NN[0], place_NN[1]], max(1, LOGITS // model.cfg.vocab_size)
+            x_ND, target_N, n = x_BTD[place_2N[0], place_2N[1] - 1], row_BT[place_2N[0], place_2N[1]], max(1, LOGITS // model.cfg.vocab_size)
             told = [told_of(at_least_fp32(model.head(x_nD)), target_n) for x_nD, target_n in zip(x_ND.split(n), target_N.split(n))]
         nats_N, same_N = (torch.cat(column).cpu() for column in zip(*told))
         return [nats.double().sum().item() for nats in nats_N.split(counts)], [same.all().item() for same in same_N.split(counts)]
@@ -1046,15 +1046,22 @@ class Answers:
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
         rows, room = [self.encode(context) or [self.end] for context in contexts], max(1, self.block_size // 2, self.block_size - n)
         self.count(len(row) > room for row in rows)
+        try:
+            with self.run.autocast:
+                return [until_first(self.decode(ids), until) for ids in self.tokens_until([row[-room:] for row in rows], n, until)]
+        except ValueError as error:                           # logits that are not finite
+            raise UserError(f"{self.run.name}: {error}") from None
+
+    def tokens_until(self, rows, n, until):
+        """The greedy tokens after each row, n at most; none is made once every row holds a stop string or end-of-text."""
         new, done = [[] for _ in rows], [False] * len(rows)
-        with self.run.autocast:
-            for next_B in stream(self.run.model, [row[-room:] for row in rows], n, temperature=0.0, **self.how):
-                for i, token in enumerate(next_B):
-                    new[i] += [] if done[i] else [token]
-                    done[i] = done[i] or token == self.end or any(stop in self.decode(new[i]) for stop in until)
-                if all(done):
-                    break
-        return [until_first(self.decode(ids), until) for ids in new]
+        for next_B in stream(self.run.model, rows, n, temperature=0.0, **self.how):
+            for i, token in enumerate(next_B):
+                new[i] += [] if done[i] else [token]
+                done[i] = done[i] or token == self.end or any(stop in self.decode(new[i]) for stop in until)
+            if all(done):
+                break
+        return new
 
 
 def told_of(logits_nV, target_n):
