@@ -1117,17 +1117,26 @@ def task_manager(names, include_path):
 
 
 def load_tasks(names, manager):
-    """Tasks and groups of the harness, with their data, which it downloads once."""
+    """Tasks and groups of the harness by name, with their data, which it downloads once."""
     loaded = []
     for name, metric in names.items():
         try:
             spec = name if metric != "acc_bytes" else {"group": f"{name} by bytes", "task": [{"task": name, "metric_list": BY_BYTES}]}
-            tasks = manager.load([spec])
+            found = manager.load([spec])
         except Exception as error:
             raise UserError(f"task {name!r} cannot be loaded: {prepare.one_line(error)}; if it is its data that are missing, which come from the Hugging Face "
                             f"Hub unless its .yaml says otherwise: connect and run this again") from None
-        loaded += tasks["tasks"].values() if metric == "acc_bytes" or name not in tasks["groups"] else [tasks["groups"][name]]
-    return loaded
+        loaded += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
+    return manager.load(loaded)
+
+
+def set_shots(tasks, num_fewshot):
+    """How many solved examples each task shows. A task whose .yaml says 0 keeps to it, and the draw is that of the harness's own command line."""
+    from lm_eval.defaults import DEFAULT_OTHER_SEED
+    for task in tasks:
+        own = task.get_config("num_fewshot")
+        task.set_config(key="num_fewshot", value=own or 0 if num_fewshot is None or own == 0 else num_fewshot)
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
 
 
 def metrics_of(row):
@@ -1156,16 +1165,18 @@ def mean(values):
 
 
 def measure_benchmarks(run, s, names):
-    """The record of one run. The harness draws its examples by seeds of its own, the same ones every time."""
+    """The record of one run."""
     try:
         lm = harness_model(run, s.depth, s.threshold, s.exit, s.exit_threshold)
     except ValueError as error:
         raise UserError(f"{run.name}: {error}") from None
+    from lm_eval.evaluator import evaluate as evaluate_tasks
     manager = task_manager(names, s.include_path)
     quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())       # the harness draws bars in pipes too
     with quiet, contextlib.redirect_stdout(sys.stderr):
-        results = harness().simple_evaluate(lm, tasks=load_tasks(names, manager), task_manager=manager, limit=s.limit, num_fewshot=s.num_fewshot,
-                                            bootstrap_iters=DRAWS, log_samples=False)
+        found = load_tasks(names, manager)
+        set_shots(found["tasks"].values(), s.num_fewshot)
+        results = evaluate_tasks(lm, found, limit=s.limit, bootstrap_iters=DRAWS, log_samples=False)
     tasks = {name: {"version": results["versions"].get(name), "shots": results["n-shot"].get(name), "n": row.get("sample_len"), "metrics": metrics_of(row)}
              for name, row in results["results"].items()}
     own = run.model.cfg.threshold if run.model.cfg.router == "expert" else None

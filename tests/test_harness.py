@@ -177,7 +177,7 @@ def test_a_harness_answer_is_greedy_text_up_to_a_stop_string(name):
     run, contexts = run_of(name), ["def ", "", "a much longer context", "x"]
     rows = [run.model.generate(torch.tensor([list(context.encode()) or [END]]), 10, temperature=0, stop=END)[0, len(context) or 1 :].tolist() for context in contexts]
     texts = [bytes(i for i in row if i < 256).decode("utf-8", "replace") for row in rows]
-    stop = next(c for c in texts[0][1:] if c.isascii())
+    stop = next(c for text in texts for c in text[1:] if c.isascii())
     for settings, wanted in (({"max_gen_toks": 10}, texts), ({"until": [stop], "max_gen_toks": 10}, [until_first(text, [stop]) for text in texts]),
                              ({"until": stop, "max_new_tokens": 10, "do_sample": False}, [until_first(text, [stop]) for text in texts])):
         for size in (1, 8):
@@ -301,7 +301,7 @@ def test_toy_tasks_of_every_kind_through_the_harness_give_what_the_model_says(go
     assert record["harness"] and (record["depth"], record["threshold"], record["compare"][0]["threshold"], record["limit"]) == (4, None, 0.5, None)
     assert record["tasks"]["toy_choice"]["metrics"]["acc"]["stderr"] is not None
     rows = [line.split()[:3] for line in lines if line.startswith("out/")]
-    assert rows[:6] == [["out/gated", task, metric] for task, metrics in zip(TASKS, (("acc", "acc_norm", "acc_bytes"), ("bits_per_byte", "byte_perplexity"), ("exact_match",))) for metric in metrics]
+    assert rows[:6] == [["out/gated", task, metric] for task, metrics in zip(TASKS, (("acc", "acc_norm", "acc_bytes"), ("byte_perplexity", "bits_per_byte"), ("exact_match",))) for metric in metrics]
 
 
 @pytest.mark.slow
@@ -316,7 +316,22 @@ def test_the_harness_keeps_to_limit_depth_and_shots(go, monkeypatch):
     assert record["sets"] == {"mine": {"columns": means, "mean": sum(means.values()) / 2}}
     assert "a try" in lines[0] and any(line.startswith("mine: ") for line in lines)
     _, record = go("toy_choice", num_fewshot=1)
-    assert record["tasks"]["toy_choice"]["shots"] == 1 and record["cut_contexts"] == 0 < record["contexts"]
+    assert record["tasks"]["toy_choice"]["shots"] == 1
+
+
+@pytest.mark.slow
+@needs_harness
+def test_the_harness_gives_the_same_by_its_own_door(go):
+    """lm_eval.simple_evaluate, with the examples that it draws for one shot."""
+    _, record = go("toy_choice", num_fewshot=1)
+    run, manager = opened("out/gated"), evaluation.task_manager({"toy_choice": None}, "tasks")
+    results = evaluation.harness().simple_evaluate(evaluation.harness_model(run), tasks=["toy_choice"], task_manager=manager, num_fewshot=1, bootstrap_iters=0)
+    scores = [[nats for nats, _ in sample["filtered_resps"]] for sample in results["samples"]["toy_choice"]]
+    answers = Answers(run)
+    asked = [answers.loglikelihood(requests(*sample["arguments"])) for sample in results["samples"]["toy_choice"]]
+    assert scores == [pytest.approx([nats for nats, _ in told], abs=1e-4) for told in asked]
+    assert {metric: results["results"]["toy_choice"][f"{metric},none"] for metric in values(record, "toy_choice")} == values(record, "toy_choice")
+    assert record["cut_contexts"] == answers.cut > 0 and record["contexts"] == answers.asked == sum(map(len, scores))
 
 
 @needs_harness
