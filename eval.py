@@ -1072,13 +1072,13 @@ def told_of(logits_nV, target_n):
 def harness():
     """lm-evaluation-harness, told to be quiet and to start no processes."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    for library in ("lm_eval", "datasets", "huggingface_hub"):
-        logging.getLogger(library).setLevel(logging.ERROR)
     try:
-        import lm_eval
-        return lm_eval
+        import lm_eval.tasks
     except ImportError as error:
         raise UserError(f"the part benchmarks runs tasks of lm-evaluation-harness, which is not here ({error}); pip install lm-eval") from None
+    for library in ("lm_eval", "datasets", "huggingface_hub"):
+        logging.getLogger(library).setLevel(logging.ERROR)    # once they are loaded, which sets it too
+    return lm_eval
 
 
 def harness_model(run, depth=None, threshold=None, exit=None, exit_threshold=None):
@@ -1177,8 +1177,10 @@ def measure_benchmarks(run, s, names):
         found = load_tasks(names, manager)
         set_shots(found["tasks"].values(), s.num_fewshot)
         results = evaluate_tasks(lm, found, limit=s.limit, bootstrap_iters=DRAWS, log_samples=False)
-    tasks = {name: {"version": results["versions"].get(name), "shots": results["n-shot"].get(name), "n": row.get("sample_len"), "metrics": metrics_of(row)}
-             for name, row in results["results"].items()}
+    shots = {name: {results["n-shot"][task.task_name] for task in group.get_all_tasks()} for name, group in found["groups"].items()}
+    shots |= {name: {results["n-shot"][name]} for name in found["tasks"]}
+    tasks = {name: {"version": results["versions"].get(name), "shots": shots[name].pop() if len(shots[name]) == 1 else None, "n": row.get("sample_len"),
+                    "metrics": metrics_of(row)} for name, row in results["results"].items()}
     own = run.model.cfg.threshold if run.model.cfg.router == "expert" else None
     how = {**lm.how, "threshold": own if s.threshold is None else s.threshold, "limit": s.limit, "num_fewshot": s.num_fewshot}
     return {"harness": harness().__version__, **how, "block_size": lm.block_size, "contexts": lm.asked, "cut_contexts": lm.cut,

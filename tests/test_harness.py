@@ -88,6 +88,14 @@ def test_later_text_does_not_change_a_harness_score(name):
     assert whole == pytest.approx(sum(nats for nats, _ in single), abs=1e-3)
 
 
+def test_a_long_continuation_is_greedy_for_the_harness_if_all_of_it_is():
+    run = run_of("gated")
+    say = lambda ids: run.model.generate(torch.tensor([ids]), 32, temperature=0)[0, len(ids) :].tolist()
+    first, other = say([7]), random_ids(32, random.Random(5))
+    pairs = [([7], first + say(first[-1:])), ([7], other + say(other[-1:])), ([7], first + other)]
+    assert [same for _, same in Answers(run).score(pairs)] == [True, False, False]
+
+
 def test_few_logits_at_a_time_give_the_same_harness_scores(monkeypatch):
     pairs, answers = random_pairs(9, random.Random(2)), Answers(run_of("gated"))
     whole = answers.score(pairs)
@@ -193,6 +201,13 @@ def test_no_token_is_made_after_the_stop_string_of_a_harness_answer(monkeypatch)
     monkeypatch.setattr(evaluation, "stream", lambda *args, **kwargs: (n_steps.append(1) or new for new in stream(*args, **kwargs)))
     Answers(run).generate_until(requests(("def ", {"until": [chr(row[at])], "max_gen_toks": 20})))
     assert len(n_steps) == at + 1
+
+
+def test_a_harness_answer_ends_with_end_of_text_whatever_the_others_do(monkeypatch):
+    steps = iter([[ord("a"), ord("b")], [END, ord("c")], [ord("x"), 260], [ord("y"), END], [ord("z"), ord("z")]])
+    monkeypatch.setattr(evaluation, "stream", lambda *args, **kwargs: steps)
+    assert Answers(run_of("dense")).generate_until(requests(("one", {}), ("two", {}))) == ["a", "bc"]          # 260 is no byte
+    assert next(steps) == [ord("z"), ord("z")]
 
 
 def test_requests_with_other_settings_are_answered_by_the_harness_model_in_their_order():
