@@ -1,15 +1,17 @@
-"""Measure trained runs: the loss of the whole validation split, the loss at every depth against what it costs, and what routers do.
+"""Measure trained runs: the loss, what every depth is worth and costs, what routers do, and which of the papers' claims hold.
 
-    python eval.py                                                # every part, for the newest run in out/
-    python eval.py loss --out_dir=out/grt_tiny --compare=out/gpt_tiny       # side by side, with a paired difference
+    python eval.py                                                # every part that the newest run in out/ has something for
+    python eval.py loss --full=true --out_dir=out/grt_tiny --compare=out/gpt_tiny       # side by side, with a paired difference
     python eval.py depth --out_dir=out/grt_tiny --compare=out/gpt_tiny --compare=out/recursive_tiny     # and out/grt_tiny/depth.png
     python eval.py exit --out_dir=out/recursive_tiny              # tokens that leave the loop early: loss, steps, FLOPs, time; exit.png
     python eval.py router --out_dir=out/RUN                       # a routed run: who goes on, and what that is worth; RUN/router.png
     python eval.py answers --out_dir=out/RUN                      # a run on phop or addition: right answers by hops or digits, at every depth
+    python eval.py benchmarks --tasks=mor --limit=100             # tasks of lm-evaluation-harness (pip install lm-eval); by name alone
 
-Parts: loss, depth, exit, router, answers; none = all that the run has something for (a routed run's tokens leave early by
-request only). Tables and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json,
-where the parts of earlier calls stay while the checkpoint is the same.
+Parts: see PARTS at the end; none named = all that the run has something for (a routed run's tokens leave early by request
+only). loss reads at most half a megabyte of validation text, or with --full=true all of it. Tables, the papers' claims with
+this run's numbers, and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json,
+with every setting; the parts of earlier calls stay there while the checkpoint is the same.
 """
 import contextlib
 import hashlib
@@ -21,6 +23,7 @@ import os
 import platform
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +44,7 @@ from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoin
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf), "limit": (1, math.inf), "num_fewshot": (0, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
+MOST_BYTES = 500_000          # of validation text that the part loss reads, unless --full
 TOLERANCE = 1e-6              # nats per token between the loss that train.py stored and the same one measured again
 
 
@@ -51,7 +55,8 @@ class EvalConfig:
     compare: list[str] = key([], "a further run (folder or checkpoint) to set beside it; may be repeated")
     dataset: str | None = key(None, "data set whose validation split is read; None = each run's own")
     data_dir: str | None = key(None, "folder of the data sets; None = the one that each run was trained from")
-    eval_tokens: int = key(65536, "depth, router, answers: validation tokens, in fixed windows, evenly spaced (loss always reads the whole split)")
+    full: bool = key(False, f"loss: read the whole validation split, where it is longer than {MOST_BYTES:,} bytes")
+    eval_tokens: int = key(65536, "all other parts: validation tokens, in fixed windows, evenly spaced")
     exit_thresholds: list[float] = key([], "exit: thresholds to try; none = a row of them for each rule that the model knows")
     exit_tokens: int = key(128, "exit: tokens that are decoded one by one at each threshold, to time them; 0 = none")
     thresholds: list[float] = key([n / 10 for n in range(11)], "router, expert-choice: thresholds to try beside the model's own")
@@ -137,17 +142,21 @@ def is_plain(cfg):
 
 
 def exit_depths(cfg):
-    """Where a model can be left, ascending: after each step, twice as deep as n_recur too; dense: after each core block,
-    as fractions of its one step; the depth that it has, where every step has blocks of its own."""
+    """Where a model can be left, ascending: after each step, to twice n_recur where no step has weights of its own; dense: after
+    each core block, as fractions of its one step; the depth that it has, where every step has blocks of its own."""
     if is_plain(cfg):
         return [k / cfg.n_core for k in range(cfg.n_core + 1)]
-    if not cfg.any_depth or cfg.router == "token":            # a token-choice model ends every token's last step in its own way
+    if not cfg.any_depth:
         return [cfg.n_recur]
-    return list(range((2 if cfg.router == "none" else 1) * cfg.n_recur + 1))
+    return list(range((1 if cfg.own_steps else 2) * cfg.n_recur + 1))
 
 
 def features_at(model, ids_BT, depths, routing="causal"):
-    """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower."""
+    """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower.
+    Token-choice models, which end a token's last step in its own way, take a pass for each."""
+    if model.cfg.router == "token":
+        yield from (features_of(model, ids_BT, depth, routing) for depth in depths)
+        return
     cfg, cache, noise, done = model.cfg, no_cache(model.cfg), Silence(), 0
     e_BTD, outer = model.start(ids_BT, cache, routing=routing)
     watch, (h_BTD, anchor, who) = AtEnd(model, outer, cache), model.recursion.enter(e_BTD, outer, cfg.n_recur, noise)
@@ -162,6 +171,14 @@ def features_at(model, ids_BT, depths, routing="causal"):
         yield watch.features(h_BTD, who)
 
 
+def features_of(model, ids_BT, depth, routing="causal"):
+    """What the head reads after a pass of `depth` steps."""
+    cache = no_cache(model.cfg)
+    e_BTD, outer = model.start(ids_BT, cache, routing=routing)
+    watch = AtEnd(model, outer, cache)
+    return watch.features(*model.recursion(e_BTD, outer, depth, Silence(), cache, watch))
+
+
 def row_nats(model, x_BTD, targets_BT):
     """Summed nats of each row and how many targets they are of (-100 is none), float64 on the CPU; few logits at a time."""
     n = max(1, LOGITS // model.cfg.vocab_size)                # tokens at a time
@@ -170,9 +187,13 @@ def row_nats(model, x_BTD, targets_BT):
     return nats_N.view(targets_BT.shape).cpu().double().sum(1), (targets_BT != -100).cpu().double().sum(1)
 
 
-def whole_split(split):
-    """Starts of windows side by side, over all of the split."""
-    return split.consecutive()
+def loss_windows(run, full):
+    """Starts of windows: side by side over all of the split; or, where it holds more than MOST_BYTES of text and `full` is not
+    asked for, whole windows of as many bytes, evenly spaced, the same ones every time."""
+    part = run.meta["val"]
+    if full or part["bytes"] <= MOST_BYTES:
+        return run.split.consecutive()
+    return fixed_windows(run.split, int(MOST_BYTES * part["tokens"] / part["bytes"]))
 
 
 def batches(run, starts):
@@ -221,19 +242,67 @@ def paired(nats, other, counts):
     return {"value": (nats - other).sum() / counts.sum(), "interval": interval(bootstrap(nats - other, counts))}
 
 
+# --------------------------------------------------------------------------------------------------------------- claims
+# What the papers say of such a model, asked of this run. A part puts its claims into its record under "claims"; main prints
+# those of all parts in one table. The papers' own models are larger and longer trained: a claim that does not hold here is
+# news of this run, and no refutation.
+
+
+def statistic(sums, counts, of=lambda means: means[0]):
+    """A number about this run and its 95% interval over windows: {"value", "interval"}.
+
+    sums: (n, W), n quantities summed over each of W windows, or (W,), one; counts: (W,) or (n, W), what they are divided by
+    (tokens). of: the n means -> the number, along the first axis, as it is given (n,) and (n, resamples). Every quantity sees
+    the same draws of windows, so what is hard for one is hard for all. One window gives no interval."""
+    sums, counts = np.atleast_2d(sums), np.broadcast_to(np.atleast_2d(counts), np.atleast_2d(sums).shape)
+    with np.errstate(invalid="ignore", divide="ignore"):      # a draw in which something never occurs: no interval
+        value, means = of(sums.sum(1) / counts.sum(1)), of(np.array([bootstrap(*row) for row in zip(sums, counts)]))
+    return {"value": float(value), "interval": interval(means)}
+
+
+def judge(text, source, value, interval, above=0.0, below=None):
+    """A claim's record: {claim, source, value, interval, above or below, holds}. It says that the value is above `above`, or
+    where `below` is given, below that. holds: True where the whole interval is on that side, False where it is on the other;
+    None: not separated, or no interval."""
+    sign, bound, side = (1, above, "above") if below is None else (-1, below, "below")
+    low, high = sorted(sign * (edge - bound) for edge in interval) if interval else (math.nan, math.nan)
+    return {"claim": text, "source": source, "value": value, "interval": interval, side: bound, "holds": True if low > 0 else False if high < 0 else None}
+
+
+def claim(text, source, sums, counts, of=lambda means: means[0], above=0.0, below=None):
+    """The record of a claim about a number that comes from sums over windows: see statistic and judge. Two examples:
+
+    claim("the loss falls with the third step", "GRT", nats_SW[2] - nats_SW[3], counts_W)                     # S steps, W windows
+    claim("the gate rises at every step", "GRT", gate_SW, counts_W, lambda g_S: (g_S[1:] - g_S[:-1]).min(0))"""
+    return judge(text, source, **statistic(sums, counts, of), above=above, below=below)
+
+
+VERDICTS = {True: "holds", False: "does not hold", None: "not separated"}
+
+
+def show_claims(run, claims):
+    """One table of all claims, with this run's numbers."""
+    side = lambda c: f"> {c['above']:g}" if "above" in c else f"< {c['below']:g}"
+    print(f"the papers' claims on {run.name} (not separated: the 95% interval lies on both sides)")
+    show(("claim", "paper", "says", "here", "95% interval", "verdict"),
+         [(c["claim"], c["source"], side(c), f"{c['value']:.4g}", show_interval(c["interval"], ".4g"),
+           VERDICTS[c["holds"]] if c["interval"] else "no interval") for c in claims])
+
+
 # ------------------------------------------------------------------------------------------------------------- part: loss
 
 
-def measure_loss(run):
-    """(numbers for the record, nats of each window, counts): the whole split once, at full depth."""
-    depths = [run.model.cfg.n_recur]
-    (nats,), counts = window_nats(run, whole_split(run.split), depths)
+def measure_loss(run, full=True):
+    """(numbers for the record, nats of each window, counts): the split once, or of a long one a part, at full depth."""
+    depths, starts = [run.model.cfg.n_recur], loss_windows(run, full)
+    (nats,), counts = window_nats(run, starts, depths)
     loss = loss_of(nats, counts)
     mean = loss["nats_per_token"]
-    numbers = {"tokens": int(counts.sum()), "windows": len(counts), "block_size": run.split.width - 1, **loss, "bits_per_byte": mean * run.bits,
-               "perplexity": math.inf if mean > 700 else math.exp(mean)}
+    numbers = {"tokens": int(counts.sum()), "windows": len(counts), "whole_split": len(starts) == len(run.split.consecutive()),
+               "block_size": run.split.width - 1, **loss, "bits_per_byte": mean * run.bits, "perplexity": math.inf if mean > 700 else math.exp(mean)}
     if run.model.cfg.router == "expert":
-        (topk_nats,), _ = window_nats(run, whole_split(run.split), depths, "topk")
+        (topk_nats,), _ = window_nats(run, starts, depths, "topk")
+        numbers["used"] = used(run.model.cfg, routing=["causal", "topk"])
         numbers["topk"] = {"causal": False, **loss_of(topk_nats, counts), "minus_causal": paired(topk_nats, nats, counts)}
     return {**numbers, "train": against_train(run)}, nats, counts
 
@@ -285,8 +354,9 @@ def show_interval(pair, form):
 
 def report_loss(runs, s):
     """Nats per token, bits per byte and perplexity of every run; differences to the first one."""
-    measured = [(run, *measure_loss(run)) for run in runs]
-    print("loss: the whole validation split at full depth")
+    measured = [(run, *measure_loss(run, s.full)) for run in runs]
+    print("loss: the whole validation split at full depth" if all(n["whole_split"] for _, n, *_ in measured) else
+          f"loss: of a long validation split the windows that {MOST_BYTES:,} bytes make, evenly spaced (--full=true reads all), at full depth")
     show(("run", "step", "nats/token", "95% interval", "bits/byte", "perplexity", "tokens", "windows"),
          [(run.name, str(run.state["step"]), f"{n['nats_per_token']:.4f}", show_interval(n["interval"], ".4f"), show_bits(n),
            f"{n['perplexity']:,.2f}", f"{n['tokens']:,}", f"{n['windows']:,}") for run, n, *_ in measured])
@@ -309,13 +379,114 @@ def report_loss(runs, s):
 # ------------------------------------------------------------------------------------------------------------ part: depth
 
 
+MEASURES = ("nats", "kl", "agreement", "accuracy")
+HELD = (0, 1)                 # what a gate is held at: the whole proposal, the whole state
+
+
+@contextlib.contextmanager
+def gate_held(model, value):
+    """While it lasts, the gate of a model with update=gate is `value` everywhere: with 1 a step keeps the old state whole, so that
+    it makes no difference, with 0 it leaves the core's whole proposal."""
+    gate = model.recursion.update.gate
+    gate.forward = lambda h_BTD, e_BTD, noise_BT1: torch.full_like(h_BTD, value, dtype=noise_BT1.dtype)
+    try:
+        yield
+    finally:
+        del gate.forward                                      # the class's own is there again
+
+
+def features_held(model, ids_BT):
+    """What the head reads after n_recur steps with the gate held at each of HELD; nothing where there is no gate."""
+    for value in HELD if model.cfg.update == "gate" else ():
+        with gate_held(model, value):
+            yield features_of(model, ids_BT, model.cfg.n_recur)
+
+
+def against_full(model, features, full, targets_BT):
+    """Sums over each row's targets, float64 on the CPU (MEASURES, features, B), few logits at a time. Of every (B, T, D) of `features`:
+    nats of the targets; KL(p_full || p), p_full being the distribution after features[full]; how often the likeliest token is that of
+    features[full]; how often it is the target."""
+    log_p = lambda x_nD: at_least_fp32(model.head(x_nD)).log_softmax(-1)
+    n = max(1, LOGITS // model.cfg.vocab_size // 2)           # two distributions are there at once
+    chunks, pieces = [x_BTD.flatten(0, 1).split(n) for x_BTD in features], []
+    for i, target_n in enumerate(targets_BT.flatten().split(n)):
+        full_nV = log_p(chunks[full][i])
+        best_n, columns = full_nV.argmax(-1), []
+        for k, x_nD in enumerate(column[i] for column in chunks):
+            own_nV = full_nV if k == full else log_p(x_nD)
+            guess_n, kl_n = own_nV.argmax(-1), (full_nV.exp() * (full_nV - own_nV)).sum(-1)
+            columns.append(torch.stack([F.nll_loss(own_nV, target_n, reduction="none"), kl_n, guess_n == best_n, guess_n == target_n]))
+        pieces.append(torch.stack(columns, 1) * (target_n != -100))
+    return torch.cat(pieces, -1).unflatten(-1, targets_BT.shape).cpu().double().sum(-1)
+
+
+@torch.no_grad()
+def depth_sums(run, starts, depths):
+    """({measure: (rows, W) sums over the targets of each window}, counts (W,)): a row for each of `depths`, then, where there is a
+    gate, for each of HELD."""
+    sums, counts, full = [], [], depths.index(run.model.cfg.n_recur)
+    for ids_BT, targets_BT in batches(run, starts):
+        with run.autocast:
+            features = [*features_at(run.model, ids_BT, depths), *features_held(run.model, ids_BT)]
+            sums.append(against_full(run.model, features, full, targets_BT))
+        counts.append((targets_BT != -100).cpu().double().sum(1))
+    return dict(zip(MEASURES, torch.cat(sums, -1).numpy())), torch.cat(counts).numpy()
+
+
 def measure_depth(run, eval_tokens):
+    """Of every depth: loss; KL(full depth's distribution || this depth's) in nats, which GRT calls the KL to the final distribution (in
+    this direction it is what the loss is above that of the full depth, if the full depth is calibrated, and so are the paper's numbers:
+    2.61 = 5.29 - 2.68 at depth 0, .46 = 3.14 - 2.68 at depth 2); agreement, the share of tokens whose likeliest next token is the
+    same as at full depth; accuracy, the share whose likeliest next token is the right one."""
     cfg, depths, starts = run.model.cfg, exit_depths(run.model.cfg), fixed_windows(run.split, eval_tokens)
-    nats, counts = window_nats(run, starts, depths)
-    means, flops = nats.sum(1) / counts.sum(), flops_of(run, starts)
-    points = [{"depth": depth, "flops_per_token": flops(depth), "nats_per_token": mean,
-               "bits_per_byte": mean * run.bits, "training": training_at(cfg, depth)} for depth, mean in zip(depths, means.tolist())]
-    return {"windows": len(starts), "tokens": int(counts.sum()), "layout": cfg.layout, "update": cfg.update, "points": points}
+    (sums, counts), flops, full = depth_sums(run, starts, depths), flops_of(run, starts), depths.index(cfg.n_recur)
+
+    def point(k):
+        means = {name: (of[k].sum() / counts.sum()).item() for name, of in sums.items()}
+        nats = means.pop("nats")
+        return {"nats_per_token": nats, "bits_per_byte": nats * run.bits, **means, "minus_full": paired(sums["nats"][k], sums["nats"][full], counts)}
+
+    points = [{"depth": depth, "flops_per_token": flops(depth), **point(k), "training": training_at(cfg, depth)} for k, depth in enumerate(depths)]
+    held = [{"gate": value, "flops_per_token": flops(cfg.n_recur), **point(len(depths) + k)} for k, value in enumerate(HELD) if cfg.update == "gate"]
+    return {"windows": len(starts), "tokens": int(counts.sum()), "layout": cfg.layout, "update": cfg.update, "used": used(cfg, depth=depths), "points": points,
+            "held": held, **gains(cfg, sums, counts, full), "claims": depth_claims(cfg, sums, counts, full)}
+
+
+def early_share(nats_S):
+    """Of the loss that all these steps take off, what the first two do."""
+    return (nats_S[0] - nats_S[2]) / (nats_S[0] - nats_S[-1])
+
+
+def gains(cfg, sums, counts, full):
+    """What the first steps are worth beside all `full` of them: of a loop with more than two, the share of the loss drop that the first two
+    bring; the accuracy after half of them, rounded up, over that after all (dense: of the core blocks)."""
+    nats, half = sums["nats"][: full + 1], math.ceil(full / 2)
+    numbers = {"share_of_first_two": statistic(nats, counts, early_share)} if full > 2 and not is_plain(cfg) else {}
+    if full > 1:
+        numbers["accuracy_kept"] = {"after": half, "of": full, **statistic(sums["accuracy"][[half, full]], counts, lambda share: share[0] / share[1])}
+    return numbers
+
+
+def depth_claims(cfg, sums, counts, full):
+    """What GRT says of depth, and MoR of a smaller maximum than the trained one."""
+    nats, kl, claims = sums["nats"], sums["kl"], []
+    fall = lambda means: (means[:-1] - means[1:]).min(0)      # the smallest of all steps
+    rise = lambda means: (means[2] - means[1]) / (means[0] - means[1])
+    says = lambda text, *what, paper="GRT", **side: claims.append(claim(text, paper, what[0], counts, *what[1:], **side))
+    loops = full > 1 and cfg.router == "none" and not is_plain(cfg)
+    if full > 1 and cfg.router != "none":
+        says("a larger maximum depth at test time lowers the loss (smallest fall from 1 on, nats)", nats[1 : full + 1], fall, paper="MoR")
+    if loops:
+        says("every step up to n_recur lowers the loss (smallest fall, nats)", nats[: full + 1], fall)
+        says("every step brings the distribution nearer to the final one (smallest fall of KL, nats)", kl[: full + 1], fall)
+    if loops and full > 2:
+        says("most of the loss drop comes with the first two steps (share; Large: .82)", nats[: full + 1], early_share, above=0.5)
+    if loops and not cfg.own_steps:                           # others run no deeper than n_recur
+        says("beyond n_recur the loss falls no more (at twice the depth minus at n_recur, nats; Large: .06)", nats[2 * full] - nats[full])
+        says("beyond n_recur it rises little (the same over the drop from depth 0; Large: .02)", nats[[0, full, 2 * full]], rise, below=0.1)
+    if cfg.update == "gate":
+        says("a gate held at 0 hurts more than one held at 1 (nats; Large: 6.8)", nats[-2] - nats[-1])
+    return claims
 
 
 @torch.no_grad()
@@ -353,47 +524,84 @@ def depth_name(cfg, depth):
 
 
 def report_depth(runs, s):
-    """Loss after every step (dense: every core block) against FLOPs; one picture for all runs."""
+    """Loss, distance to full depth and accuracy after every step (dense: every core block) against FLOPs; one picture for all runs."""
     measured = [(run, measure_depth(run, s.eval_tokens)) for run in runs]
-    print(f"depth: loss after each step against FLOPs of a forward pass, on {measured[0][1]['windows']:,} fixed windows "
-          f"({measured[0][1]['tokens']:,} tokens); k/L = a dense model left after k of its L core blocks; routed: FLOPs of who really went on")
+    print(f"depth: after each step against FLOPs of a forward pass, on {measured[0][1]['windows']:,} fixed windows ({measured[0][1]['tokens']:,} tokens); "
+          f"KL, same guess and minus: beside n_recur steps; k/L = a dense model left after k of its L core blocks; routed: at most so many steps, and FLOPs of "
+          f"who really went on")
     tell_unpaired(runs)
-    rows = []
     for run, n in measured:
-        cfg = run.model.cfg
         if len(n["points"]) == 1:
-            why = f"sharing={cfg.sharing_name!r}" if not cfg.any_depth else f"router={cfg.router!r}"
-            print(f"{run.name}: {why} has one depth only, n_recur={cfg.n_recur}")
-        for p in n["points"]:
-            rows.append((run.name, depth_name(cfg, p["depth"]), f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", show_bits(p), p["training"]))
-    show(("run", "depth", "MFLOP/token", "nats/token", "bits/byte", ""), rows)
+            print(f"{run.name}: sharing={run.model.cfg.sharing_name!r} has one depth only, n_recur={run.model.cfg.n_recur}")
+    show(("run", "depth", "MFLOP/token", "nats/token", "bits/byte", "KL", "same guess", "right guess", "minus", "95% interval", ""),
+         [depth_row(run, *name_of(run.model.cfg, p), p) for run, n in measured for p in (*n["points"], *n["held"])])
+    for run, n in measured:
+        if "share_of_first_two" in n:
+            share = n["share_of_first_two"]
+            print(f"{run.name}: the first two of {run.model.cfg.n_recur} steps bring {share['value']:.1%} of the loss drop, 95% interval "
+                  f"{show_interval(share['interval'], '.1%')}")
+        if "accuracy_kept" in n:
+            kept = n["accuracy_kept"]
+            print(f"{run.name}: after {kept['after']} of {kept['of']} {'core blocks' if is_plain(run.model.cfg) else 'steps'} {kept['value']:.1%} of the "
+                  f"accuracy is there, 95% interval {show_interval(kept['interval'], '.1%')}")
     others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
     return {**measured[0][1], "picture": draw(measured), "compare": others}
 
 
+def name_of(cfg, p):
+    """(depth, remark) of a point in the table."""
+    return (f"gate={p['gate']}", "held at every step") if "gate" in p else (depth_name(cfg, p["depth"]), p["training"])
+
+
+def depth_row(run, depth, remark, p):
+    return (run.name, depth, f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", show_bits(p), f"{p['kl']:.4f}", f"{p['agreement']:.1%}",
+            f"{p['accuracy']:.1%}", f"{p['minus_full']['value']:+.4f}", show_interval(p["minus_full"]["interval"], "+.4f"), remark)
+
+
 def draw(measured):
-    """OUT_DIR/depth.png: one line per run, a ring around its full depth; what is far above all rings leaves the frame, or
-    nobody could tell those apart. Returns the path, or None, and says why."""
-    if (figure := new_figure(8, 5)) is None:
+    """OUT_DIR/depth.png: one line per run, a ring around its full depth; at the right how far each depth is from that one. Returns the
+    path, or None, and says why."""
+    if (figure := new_figure(14, 5.5)) is None:
         return None
-    first = measured[0][0]
+    left, right = figure.subplots(1, 2)
+    draw_losses(left, measured)
+    draw_kl(right, measured)
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="FLOPs per token, one forward pass")
+        axes.grid(alpha=0.3, which="both")
+    left.legend()
+    return save_picture(figure, measured[0][0].home / "depth.png")
+
+
+def draw_losses(axes, measured):
+    """What is far above all rings leaves the frame, or nobody could tell those apart."""
     unit = common_unit([run for run, _ in measured])
-    axes = figure.subplots()
-    for run, n in measured:
-        cfg, x, y = run.model.cfg, [p["flops_per_token"] for p in n["points"]], [p[unit] for p in n["points"]]
-        (line,) = axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, label=plain(f"{n['layout']} {n['update']} ({run.name})"))
-        for p, x_p, y_p in zip(n["points"], x, y):
-            if p["depth"] == cfg.n_recur:
-                axes.plot(x_p, y_p, "o", markersize=11, fillstyle="none", color=line.get_color())
-            if not is_plain(cfg):
-                axes.annotate(str(p["depth"]), (x_p, y_p), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8, color=line.get_color())
+    for i, (run, n) in enumerate(measured):
+        routed = "" if run.model.cfg.router == "none" else f", {run.model.cfg.router}-choice"
+        color = draw_line(axes, i, run, unit, n["points"], label=plain(f"{n['layout']} {n['update']}{routed} ({run.name})"))
+        for p in n["points"]:
+            if p["depth"] == run.model.cfg.n_recur:
+                axes.plot(p["flops_per_token"], p[unit], "o", markersize=11, fillstyle="none", color=color)
     crop(axes, [p[unit] for _, n in measured for p in n["points"]],
          1.5 * max(p[unit] for _, n in measured for p in n["points"] if p["training"] == "full depth"))
-    axes.set(xscale="log", xlabel="FLOPs per token, one forward pass", ylabel=f"validation loss, {unit.replace('_', ' ')}",
-             title="Loss at every depth (number: steps; ring: full depth; a dense model: after each block)")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    return save_picture(figure, first.home / "depth.png")
+    axes.set(ylabel=f"validation loss, {unit.replace('_', ' ')}", title="Loss at every depth (number: steps; ring: full depth; dense: after each block)")
+
+
+def draw_kl(axes, measured):
+    """The full depth itself, at 0, has no place on this axis: the line is broken there."""
+    for i, (run, n) in enumerate(measured):
+        draw_line(axes, i, run, "kl", [p if p["kl"] > 0 else p | {"kl": math.nan} for p in n["points"]])
+    axes.set(yscale="log", ylabel="KL(full depth || this depth), nats per token", title="How far the distribution is from that at full depth")
+
+
+def draw_line(axes, i, run, what, points, **style):
+    """The line of run number i, numbered by its steps, of every other run below it; its colour."""
+    x, y = [p["flops_per_token"] for p in points], [p[what] for p in points]
+    (line,) = axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, **style)
+    for p, x_p, y_p in zip(points, x, y):
+        if not is_plain(run.model.cfg) and math.isfinite(y_p):
+            axes.annotate(str(p["depth"]), (x_p, y_p), textcoords="offset points", xytext=(0, -15 if i % 2 else 8), ha="center", fontsize=8, color=line.get_color())
+    return line.get_color()
 
 
 def new_figure(width, height):
@@ -510,7 +718,8 @@ def measure_exit(run, s):
     if s.exit_tokens:
         time_exits(run, starts, points, s.exit_tokens)
     fits = {rule: fit_line([p for p in points if p["rule"] == rule]) for rule in rules if s.exit_tokens}
-    return {"windows": len(starts), "layout": run.model.cfg.layout, "points": points, "fits": fits}
+    tried = {name: list(dict.fromkeys(p[key] for p in points)) for name, key in (("exit", "rule"), ("exit_threshold", "threshold"))}
+    return {"windows": len(starts), "layout": run.model.cfg.layout, "used": used(run.model.cfg, **tried), "points": points, "fits": fits}
 
 
 def report_exit(runs, s):
@@ -764,7 +973,7 @@ def expert_numbers(cfg, tallies, counts, p_counts):
     choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1 and asks]
     dead_T = (best.depth_WT < cfg.n_recur).all(0)
     dial = {cfg.threshold: causal, **{way: tally for way, tally in tallies.items() if not isinstance(way, str)}} if asks else {}
-    return {"threshold": cfg.threshold if asks else None, "capacities": cfg.capacities,
+    return {"threshold": cfg.threshold if asks else None, "used": used(cfg, routing=["causal", "topk", "lot"], threshold=sorted(dial)), "capacities": cfg.capacities,
             "topk": {"causal": False, **best.numbers(counts), "minus_causal": best.minus(causal, counts)},
             "lot": {**lot.numbers(counts), "minus_topk": lot.minus(best, counts), "minus_causal": lot.minus(causal, counts)},
             "accuracy": {"pooled": agreement(best.yes_counts[choices].sum(0)), "steps": {step: agreement(best.yes_counts[step]) for step in choices}},
@@ -1159,11 +1368,6 @@ def outermost(results):
     return [name for name in results["results"] if name not in inside and (name in results.get("groups", ()) or name not in children)]
 
 
-def mean(values):
-    values = list(values)
-    return sum(values) / len(values)
-
-
 def measure_benchmarks(run, s, names):
     """The record of one run."""
     try:
@@ -1181,9 +1385,8 @@ def measure_benchmarks(run, s, names):
     shots |= {name: {results["n-shot"][name]} for name in found["tasks"]}
     tasks = {name: {"version": results["versions"].get(name), "shots": shots[name].pop() if len(shots[name]) == 1 else None, "n": row.get("sample_len"),
                     "metrics": metrics_of(row)} for name, row in results["results"].items()}
-    own = run.model.cfg.threshold if run.model.cfg.router == "expert" else None
-    how = {**lm.how, "threshold": own if s.threshold is None else s.threshold, "limit": s.limit, "num_fewshot": s.num_fewshot}
-    return {"harness": harness().__version__, **how, "block_size": lm.block_size, "contexts": lm.asked, "cut_contexts": lm.cut,
+    how = used(run.model.cfg, **{name: value for name, value in lm.how.items() if value is not None})
+    return {"harness": harness().__version__, "used": how, "limit": s.limit, "num_fewshot": s.num_fewshot, "block_size": lm.block_size, "contexts": lm.asked, "cut_contexts": lm.cut,
             "shown": outermost(results), "tasks": tasks, "sets": set_means(names, tasks)}
 
 
@@ -1192,8 +1395,8 @@ def set_means(names, tasks):
     sets = {}
     for word, columns in TASK_SETS.items():
         if all(names.get(task) == metric for parts in columns.values() for task, metric in parts.items()):
-            means = {column: mean(tasks[task]["metrics"][metric]["value"] for task, metric in parts.items()) for column, parts in columns.items()}
-            sets[word] = {"columns": means, "mean": mean(means.values())}
+            means = {column: float(np.mean([tasks[task]["metrics"][metric]["value"] for task, metric in parts.items()])) for column, parts in columns.items()}
+            sets[word] = {"columns": means, "mean": float(np.mean(list(means.values())))}
     return sets
 
 
@@ -1202,7 +1405,7 @@ def report_benchmarks(runs, s):
     names = task_names(s.tasks)
     measured = [(run, measure_benchmarks(run, s, names)) for run in runs]
     first, number = measured[0][1], lambda value, form: "-" if value is None else f"{value:{form}}"
-    how = ", ".join(f"{name}={first[name]}" for name in ("depth", "threshold", "exit", "exit_threshold") if first[name] is not None)
+    how = ", ".join(f"{name}={value}" for name, value in first["used"].items() if value is not None)
     print(f"benchmarks: lm-evaluation-harness {first['harness']}, {how}" + (f"; at most {s.limit} documents of a task: a try, not the benchmark" if s.limit else ""))
     show(("run", "task", "metric", "value", "stderr", "n", "shots"),
          [(run.name, name, metric, f"{m['value']:.4f}", number(m["stderr"], ".4f"), number(n["tasks"][name]["n"], ","), number(n["tasks"][name]["shots"], ""))
@@ -1263,23 +1466,75 @@ def guesses_of(runs, groups):
             for name, share, by in prepare.guess_rows(run.meta)]
 
 
-# A part takes the runs, the first one in front, and the settings; it prints and returns its record.
-PARTS = {"loss": report_loss, "depth": report_depth, "exit": report_exit, "router": report_router, "answers": report_answers,
-         "benchmarks": report_benchmarks}
+class Part(NamedTuple):
+    """A part of the evaluation. Its record may hold "claims" (see there), and "used" where that is not what used() says."""
+    report: Callable                                          # (runs, the first one in front; settings) -> its record; prints
+    lacks: Callable = lambda run: ""                          # why this run has nothing for the part; "": it has
+    unnamed: Callable = lambda run: True                      # whether it runs where no part is named
+
+
+PARTS = {
+    "loss": Part(report_loss),
+    "depth": Part(report_depth),
+    "exit": Part(report_exit, lambda run: "" if rules_of(run.model)[0] else f"{run.name}: {rules_of(run.model)[1]}",
+                 lambda run: run.model.cfg.router == "none"),
+    "router": Part(report_router, lambda run: f"{run.name} has no router" * (run.model.cfg.router == "none")),
+    "answers": Part(report_answers, lambda run: f"data set {run.dataset!r} of {run.name} asks for no answers" * ("row" not in run.meta)),
+    "benchmarks": Part(report_benchmarks, unnamed=lambda run: False),
+}
 
 
 def parts_for(words, run):
     """The parts to run: those named, else all that the run has something for."""
-    routed = run.model.cfg.router != "none"
-    if "router" in words and not routed:
-        raise UserError(f"{run.name} has no router, so there is nothing for the part router; name a routed run with --out_dir=, or leave the part out")
-    rules, why = rules_of(run.model)
-    if "exit" in words and not rules:
-        raise UserError(f"{run.name}: {why}; name another run with --out_dir=, or leave the part out")
-    has = {"router": routed, "exit": bool(rules) and not routed, "answers": "row" in run.meta, "benchmarks": False}            # False: by name alone
-    if not words and not routed:
-        print(f"note: {run.name} has no router: the part router is left out", file=sys.stderr)
-    return list(dict.fromkeys(words or [name for name in PARTS if has.get(name, True)]))
+    why = {name: part.lacks(run) for name, part in PARTS.items()}
+    for name in words:
+        if why[name]:
+            raise UserError(f"{why[name]}, so there is nothing for the part {name}; name another run with --out_dir=, or leave the part out")
+    if left := [f"{name} ({reason})" for name, reason in why.items() if reason and not words]:
+        print(f"note: left out: {', '.join(left)}", file=sys.stderr)
+    return list(dict.fromkeys(words or [name for name, part in PARTS.items() if not why[name] and part.unnamed(run)]))
+
+
+def used(cfg, **changes):
+    """How a part ran the model: full depth, its own routing and threshold, nobody leaving early; unless the part says otherwise."""
+    return {"depth": cfg.n_recur, "routing": None if cfg.router == "none" else "causal", "threshold": cfg.threshold if cfg.router == "expert" else None,
+            "exit": None, "exit_threshold": None, **changes}
+
+
+def made_from(run, s, device, dtype):
+    """Everything that a number may depend on beside the checkpoint."""
+    return {"commit": commit(), "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__, "platform": platform.platform(),
+            "device": str(device), "dtype": dtype, "data": data(run), "settings": {"parts": s.words, **s.values}, "used": used(run.model.cfg)}
+
+
+class Above:
+    """Standard output while bars are drawn on the same terminal: whole lines, and the bars step aside for each."""
+
+    def __init__(self, stream):
+        self.stream, self.line = stream, ""
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self.line += text
+        if text.endswith("\n"):
+            with tqdm.external_write_mode(sys.stderr):
+                self.stream.write(self.line)
+                self.stream.flush()
+            self.line = ""
+        return len(text)
+
+
+def run_parts(names, runs, s):
+    """{name: its record}, with a bar over the whole of it on a terminal."""
+    with tqdm(names, desc="evaluation", unit="part", disable=None) as bar:
+        records, out = {}, sys.stdout if bar.disable else Above(sys.stdout)
+        for name in bar:
+            bar.set_postfix_str(name)
+            with contextlib.redirect_stdout(out):
+                records[name] = PARTS[name].report(runs, s)
+        return records
 
 
 def show(head, rows):
@@ -1313,6 +1568,8 @@ def save(path, record):
 
 
 def parse(argv):
+    alone = lambda word, after: word == "--full" and (after.startswith("--") or after in PARTS)               # --full is --full=true
+    argv = [word + "=true" * alone(word, after) for word, after in zip(argv, [*argv[1:], "--"])]
     s = config.parse(argv, [EvalConfig], __doc__, words=("", len(argv)))
     for word in s.words:
         if word not in PARTS:
@@ -1339,13 +1596,13 @@ def main(argv):
     s.values["dtype"] = s.dtype or states[0]["settings"]["dtype"]
     device, dtype, autocast = pick_device(s)
     runs = [open_run(folder, state, s, device, autocast) for folder, state in zip(folders, states)]
-    names = parts_for(s.words, runs[0])
-    made = {"commit": commit(), "torch": str(torch.__version__), "python": platform.python_version(), "device": str(device), "dtype": dtype,
-            "data": data(runs[0])}
+    names, made = parts_for(s.words, runs[0]), made_from(runs[0], s, device, dtype)
     for run in runs:
         cfg = run.model.cfg
         print(f"{run.name}: {cfg.layout} update={cfg.update}, step {run.state['step']}, data {run.split.path}; {device} {dtype}", file=sys.stderr)
-    parts = {name: {**made, **PARTS[name](runs, s)} for name in names}
+    parts = {name: {**made, **record} for name, record in run_parts(names, runs, s).items()}
+    if claims := [claim for part in parts.values() for claim in part.get("claims", ())]:
+        show_claims(runs[0], claims)
     record = {**identity(runs[0]), "parts": parts}
     record = json.loads(json.dumps(record), parse_constant=str)                 # JSON has no NaN: it becomes a word
     print(json.dumps(record), flush=True)

@@ -313,7 +313,8 @@ def test_toy_tasks_of_every_kind_through_the_harness_give_what_the_model_says(go
     assert values(record, "toy_text") == pytest.approx({"bits_per_byte": bits, "byte_perplexity": 2**bits}, rel=1e-5)
     assert values(record, "toy_answer") == {"exact_match": 0.5}
     assert [record["tasks"][name]["n"] for name in TASKS] == [4, 2, 2] and record["shown"] == list(TASKS)
-    assert record["harness"] and (record["depth"], record["threshold"], record["compare"][0]["threshold"], record["limit"]) == (4, None, 0.5, None)
+    assert record["harness"] and record["limit"] is None
+    assert [(n["used"]["depth"], n["used"]["routing"], n["used"]["threshold"]) for n in (record, *record["compare"])] == [(4, None, None), (4, "causal", 0.5)]
     assert record["tasks"]["toy_choice"]["metrics"]["acc"]["stderr"] is not None
     rows = [line.split()[:3] for line in lines if line.startswith("out/")]
     assert rows[:6] == [["out/gated", task, metric] for task, metrics in zip(TASKS, (("acc", "acc_norm", "acc_bytes"), ("byte_perplexity", "bits_per_byte"), ("exact_match",))) for metric in metrics]
@@ -326,7 +327,7 @@ def test_the_harness_keeps_to_limit_depth_and_shots(go, monkeypatch):
     lines, record = go("mine", limit=1, depth=1, batch_size=1)
     acc, _, acc_bytes = choice_metrics(opened("out/gated"), CHOICES[:1], depth=1)
     assert values(record, "toy_choice")["acc_bytes"] == acc_bytes and values(record, "toy_choice")["acc"] == acc
-    assert [record["tasks"][name]["n"] for name in ("toy_choice", "toy_answer")] == [1, 1] and (record["depth"], record["limit"]) == (1, 1)
+    assert [record["tasks"][name]["n"] for name in ("toy_choice", "toy_answer")] == [1, 1] and (record["used"]["depth"], record["limit"]) == (1, 1)
     means = {"A": acc_bytes, "B": values(record, "toy_answer")["exact_match"]}
     assert record["sets"] == {"mine": {"columns": means, "mean": sum(means.values()) / 2}}
     assert "a try" in lines[0] and any(line.startswith("mine: ") for line in lines)
@@ -384,7 +385,7 @@ def test_the_mean_of_a_set_counts_arc_once_for_the_harness():
 
 
 def test_the_harness_runs_by_name_alone():
-    run = SimpleNamespace(name="x", model=run_of("gated").model, meta={})
+    run = SimpleNamespace(name="x", model=run_of("gated").model, dataset="toy", meta={})
     assert "benchmarks" not in evaluation.parts_for([], run) and evaluation.parts_for(["benchmarks"], run) == ["benchmarks"]
     assert "--tasks=" in refusal(evaluation.parse, ["benchmarks"]) and "by name alone" in refusal(evaluation.parse, ["--tasks=mor"])
     assert "not known here" in refusal(evaluation.parse, ["benchmarks", "--tasks=grt"])
