@@ -1386,8 +1386,8 @@ def measure_benchmarks(run, s, names):
     tasks = {name: {"version": results["versions"].get(name), "shots": shots[name].pop() if len(shots[name]) == 1 else None, "n": row.get("sample_len"),
                     "metrics": metrics_of(row)} for name, row in results["results"].items()}
     how = used(run.model.cfg, **{name: value for name, value in lm.how.items() if value is not None})
-    return {"harness": harness().__version__, "used": how, "limit": s.limit, "num_fewshot": s.num_fewshot, "block_size": lm.block_size, "contexts": lm.asked, "cut_contexts": lm.cut,
-            "shown": outermost(results), "tasks": tasks, "sets": set_means(names, tasks)}
+    return {"harness": harness().__version__, "used": how, "limit": s.limit, "num_fewshot": s.num_fewshot, "block_size": lm.block_size,
+            "contexts": lm.asked, "cut_contexts": lm.cut, "shown": outermost(results), "tasks": tasks, "sets": set_means(names, tasks)}
 
 
 def set_means(names, tasks):
