@@ -27,8 +27,8 @@ stop at different steps, a step counts as much as a pass with as many rows: a ro
 Caches begin at the declared capacities; steps imposed beyond them make them grow, and that is in the time.
 
 decode: every config eagerly and (--compile=true, CUDA) compiled. Ratios are of the time of the tokens after the first, to the
-first config run likewise. A router of random weights lets through what it will: no FLOPs there. Below it K and V as serving allocates them, beside the formula. --contexts: time per token against
-the length of the text, in place of both.
+first config run likewise; a router of random weights lets through what it will, so no FLOPs stand there. Below it K and V as serving
+allocates them, beside the formula. --contexts: time per token against the length of the text, in place of both.
 
 serve: a queue of requests, each of which begins with a token of its own, with lengths from a normal distribution, all greedy. A config
 without a router is the baseline of those named after it: sequence by sequence, at --slots in flight and at as many as each of theirs. A
@@ -1988,7 +1988,8 @@ def main(argv):
             record = MODES[mode](all_settings, cfgs)
         else:
             device, dtype, autocast = pick_device(s)
-            record = MODES[mode](all_settings, cfgs, device, dtype, autocast) | {"repeats": s.repeats, "device": machine(device), "dtype": dtype}
+            record = MODES[mode](all_settings, cfgs, device, dtype, autocast)
+            record |= {"settings": {name: s.values[name] for name in KEYS[mode]}, "repeats": s.repeats, "device": machine(device), "dtype": dtype}
     except ValueError as error:
         raise UserError(str(error))
     print(json.dumps({"mode": mode, **record, "threads": torch.get_num_threads(), "torch": str(torch.__version__),
