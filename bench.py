@@ -114,7 +114,7 @@ class BenchConfig:
     paper: bool = key(False, "decode, serve: the shapes of the papers' tables, and their configs where none is named")
     contexts: list[int] = key([], "decode: time per token in texts of these lengths instead, for example 128,256,512,1024,2048")
     slots: int = key(32, "serve: requests in flight, and rows of the core that are kept full")
-    requests: int = key(128, "serve: length of the queue")
+    requests: int = key(160, "serve: length of the queue")
     length_mean: float = key(16.0, "serve: mean of the requests' lengths")
     length_std: float = key(4.0, "serve: their standard deviation; clipped to 1 .. block_size - 1")
     warmup: int | None = key(None, "serve: tokens for each request in flight before time is taken; None = the queue's mean length")
@@ -1873,7 +1873,7 @@ CURVES = {"batches": ("slots", "requests", "finish_rows", "rows", "against", "un
 SHAPES = {("decode", False): dict(batch_size=4, prompt_tokens=128, new_tokens=64), ("serve", False): dict(repeats=3),
           ("decode", True): dict(batch_size=4, prompt_tokens=1024, new_tokens=128, block_size=1152, vocab_size=50304),
           ("serve", True): dict(repeats=3, requests=1000, length_mean=256.0, length_std=64.0, vocab_size=49152)}
-FILES = {("decode", False): ["bench/gpt_12", "bench/grt_12"], ("serve", False): ["bench/vanilla_14", "bench/mor2_14", "bench/mor3_14"],
+FILES = {("decode", False): ["bench/gpt_12", "bench/grt_12"], ("serve", False): ["bench/vanilla_14", "bench/mor3_14"],
          ("decode", True): ["gpt2_medium", "grt_medium", "gpt2_large", "grt_large"],
          ("serve", True): ["smollm/vanilla_360m", "bench/mor2_360m", "mor_360m", "bench/vanilla_34_360m", "bench/mor4_360m"]}
 
