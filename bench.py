@@ -30,11 +30,11 @@ decode: every config eagerly and (--compile=true, CUDA) compiled. Ratios are of 
 first config run likewise; a router of random weights lets through what it will, so no FLOPs stand there. Below it K and V as serving
 allocates them, beside the formula. --contexts: time per token against the length of the text, in place of both.
 
-serve: a queue of requests, each of which begins with a token of its own, with lengths from a normal distribution, all greedy. A config
-without a router is the baseline of those named after it: sequence by sequence, at --slots in flight and at as many as each of theirs. A
-routed one serves depth-wise: (a) as many in flight, (b) with as many rows in the core, those outside it more in flight, (c) as many in
-flight as the baseline's K/V memory holds, (d) as (b) with finish and start waiting for as many rows, so more in flight, and (a) with windows
-as long as the text. tokens/s are of the steady state: from --warmup tokens for each request in flight until the queue is empty. `steps` are
+serve: a queue of requests with lengths from a normal distribution. Each begins with a token of its own and is greedy; of a trained --run they
+begin with end-of-text and are drawn, so that its exits are those of its own texts. A config without a router is the baseline of those named
+after it: sequence by sequence, at --slots in flight and at as many as each of theirs. A routed one serves depth-wise: (a) as many in flight,
+(b) with as many rows in the core, those outside it more in flight, (c) as many in flight as the baseline's K/V memory holds, (d) as (b) with
+finish and start waiting for as many rows, so more in flight, and (a) with windows as long as the text. tokens/s are of the steady state: from --warmup tokens for each request in flight until the queue is empty. `steps` are
 those of the core per token; `ceiling` is the ratio of FLOPs counted in that time, per token; `share` how much of it the ratio reaches.
 Cache writes are in the time; `unwritten`, runs of their own that take turns with the others, leaves them out, as the paper does. Exits are
 imposed (balanced: of N tokens in a row each takes another number of steps) or the router's own (learned).
@@ -796,11 +796,12 @@ def mark(engine, tokens, device):
     return clock(device), tokens, Counter(engine.counts)
 
 
-def serve_queue(engine, lengths, warm, device):
+def serve_queue(engine, lengths, warm, device, eot=None):
     """All of a queue. Returns marks (time, tokens written, counts): at the start, once `warm` tokens are written, when the queue is
-    empty, at the end; the second is None where the queue is empty before."""
+    empty, at the end; the second is None where the queue is empty before. eot: of a trained model, whose tokens are drawn: greedy, all
+    would write one text, which soon goes round in circles, and exits would be those of that text."""
     for i, length in enumerate(lengths):
-        engine.submit(first_token(i, engine.model.cfg), length)
+        engine.submit(first_token(i, engine.model.cfg) if eot is None else [eot], length, temperature=0.0 if eot is None else 1.0, seed=i)
     tokens, marks = 0, [mark(engine, 0, device), None, None]
     while engine.busy:
         for request, token in engine.tick():
@@ -834,7 +835,7 @@ def served_flops(cfg, counts):
     return counts["finish_rows"] * once + first * at(1) + (core_rows - first) * (at(2) - at(1)) + core_rows * per_step + 4 * D * keys
 
 
-def serving(model, plan, lengths, s, device):
+def serving(model, plan, lengths, s, device, eot=None):
     """A Run whose step serves the queue (the first time a few requests, to warm up) and returns its marks."""
     cfg, calls, n_places = model.cfg, [], max(lengths)
     steps = balanced(cfg) if cfg.router != "none" and s.exits == "balanced" else None
@@ -846,8 +847,8 @@ def serving(model, plan, lengths, s, device):
     def step():
         calls.append(None)
         if len(calls) == 1:
-            return serve_queue(engine(), [min(4, n) for n in lengths[: plan.slots]], warm, device)
-        return check_steady(plan, serve_queue(engine(), lengths, warm, device), lengths)
+            return serve_queue(engine(), [min(4, n) for n in lengths[: plan.slots]], warm, device, eot)
+        return check_steady(plan, serve_queue(engine(), lengths, warm, device, eot), lengths)
 
     return Run(step, 0, sum(lengths), {"in_flight": plan.slots, "kv_bytes": engine().shelves.nbytes(), "kind": plan.kind, "config": plan.config})
 
@@ -969,16 +970,16 @@ def serve(all_settings, cfgs, device, dtype, autocast):
         raise ValueError(f"batch_size={s.batch_size}: serve counts requests in flight: --slots=, or for a curve --batches=")
     if s.compile is True:
         print("note: bench.py serve runs eagerly", file=sys.stderr)
-    cfgs, models, setup = models_of(cfgs, s, device, dtype)
+    cfgs, models, setup, eot = models_of(cfgs, s, device, dtype)
     above, lengths = baselines_of(cfgs), queue_of(s, cfgs, s.requests)
     if s.batches:
-        return crowd(cfgs, models, s, device, dtype)
+        return crowd(cfgs, models, s, device, dtype, eot)
     plans, fits = plans_of(cfgs, lengths, s, dtype)
-    runs = {plan.title: serving(models[plan.config], plan, lengths, s, device) for plan in plans}
+    runs = {plan.title: serving(models[plan.config], plan, lengths, s, device, eot) for plan in plans}
     for name in static_of(cfgs, s):
         runs[f"{name}, transformers"] = static_batches(models[name], lengths, s, device)
     print_serving(cfgs, s, f"{s.requests:,} requests of {statistics.fmean(lengths):.1f} tokens on average ({min(lengths)} to {max(lengths)})", device, dtype)
-    runs |= {f"{plan.title}, unwritten": unwritten(serving(models[plan.config], plan, lengths, s, device)) for plan in plans
+    runs |= {f"{plan.title}, unwritten": unwritten(serving(models[plan.config], plan, lengths, s, device, eot)) for plan in plans
              if s.unwritten and (cfgs[plan.config].router == "none" or s.exits == "balanced")}           # learned: what is read decides how far tokens go
     times, first = interleave(runs, s.repeats, device)
     rows = []
@@ -1001,24 +1002,25 @@ def serve(all_settings, cfgs, device, dtype, autocast):
 
 
 def models_of(cfgs, s, device, dtype):
-    """(configs, their models, seconds to make each); with --run those of the run and of a dense baseline of its shape."""
+    """(configs, their models, seconds to make each, None); with --run those of the run and of a dense baseline of its shape, and its end-of-text."""
+    eot = None
     if s.run:
         start = clock(device)
-        model, _, about = load_run(s.run, device)
-        name, trained = about["folder"].name, (model.to(getattr(torch, dtype)), clock(device) - start)
+        model, tokenizer, about = load_run(s.run, device)
+        eot, name, trained = tokenizer.eot_token, about["folder"].name, (model.to(getattr(torch, dtype)), clock(device) - start)
         if model.cfg.router == "none":
             raise ValueError(f"run={s.run!r} has no router ({model.cfg.layout}); its tokens all take the same steps: serve it by its config")
         dense = dense_twin(model.cfg, model.cfg.n_recur)
         built = {f"dense {dense.layout}": build(dense, device, dtype), name: trained}
     else:
         built = {name: build(cfg, device, dtype) for name, cfg in cfgs.items()}
-    return ({name: model.cfg for name, (model, _) in built.items()}, *({name: pair[i] for name, pair in built.items()} for i in range(2)))
+    return ({name: model.cfg for name, (model, _) in built.items()}, *({name: pair[i] for name, pair in built.items()} for i in range(2)), eot)
 
 
 def print_serving(cfgs, s, queue, device, dtype):
     how = {"balanced": "exits balanced: imposed, the routers are asked and not heard",
            "learned": f"exits by the routers{'' if s.run else ', whose weights are random'}"}
-    print(f"serve: {', '.join(f'{name} {cfg.layout}' for name, cfg in cfgs.items())}; {queue}, no prompt, greedy; "
+    print(f"serve: {', '.join(f'{name} {cfg.layout}' for name, cfg in cfgs.items())}; {queue}, {'drawn after end-of-text' if s.run else 'no prompt, greedy'}; "
           f"warm-up {'as many' if s.warmup is None else s.warmup} tokens for each in flight; {how[s.exits] if baselines_of(cfgs) else 'no exits'}; "
           f"finish waits for {s.finish_rows} rows; {machine(device)}, weights {dtype}, "
           f"{torch.get_num_threads()} threads, torch {torch.__version__}, commit {commit()}")
@@ -1124,14 +1126,14 @@ def against_static(name, times, model, lengths, s, device):
 
 # ---- against the number of requests in flight
 
-def crowd(cfgs, models, s, device, dtype):
+def crowd(cfgs, models, s, device, dtype, eot):
     """tokens/s at several numbers of requests in flight, four of the queue for each. What is fitted is the time of one token in every row."""
     batches, runs, plans = sorted(set(s.batches)), {}, {}
     for name, cfg in cfgs.items():
         for B in batches:
             plan = Plan(name, B, "baseline" if cfg.router == "none" else "a")
             plans[plan.title], lengths = plan, queue_of(s, cfgs, 4 * B)
-            runs[plan.title] = serving(models[name], plan, lengths, s, device)
+            runs[plan.title] = serving(models[name], plan, lengths, s, device, eot)
     print_serving(cfgs, s, f"{', '.join(map(str, batches))} in flight, four requests for each of {s.length_mean:g} tokens on average", device, dtype)
     times, _ = interleave(runs, s.repeats, device)
     rows, fits, curves = [], {}, {}
@@ -1949,7 +1951,7 @@ def settings_of(argv):
 
 def check_run(s):
     """Refuse what a run has answered."""
-    given = s.files + [f"--{name}" for name in GPTConfig.__dataclass_fields__ if s.origins[name] == "command line"]
+    given = s.files + [f"--{name}" for name in [*GPTConfig.__dataclass_fields__, "against"] if s.origins[name] == "command line"]
     if given:
         raise UserError(f"--run={s.run} is served beside a dense baseline of its own shape; leave out {' '.join(given)}")
     return s

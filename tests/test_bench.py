@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -790,7 +791,7 @@ def test_serve_with_learned_exits_has_no_row_whose_texts_are_others(go, mor):
 
 def test_serve_begins_every_request_with_another_token(go, mor, monkeypatch):
     begun, submit = [], Engine.submit
-    monkeypatch.setattr(Engine, "submit", lambda engine, prompt, *rest: begun.append(prompt) or submit(engine, prompt, *rest))
+    monkeypatch.setattr(Engine, "submit", lambda engine, prompt, n, **how: begun.append(prompt) or submit(engine, prompt, n, **how))
     go("serve", "dense.py", repeats=1, unwritten=False, **SERVED)
     assert begun == [[i] for i in [*range(3), *range(18)]] and bench.first_token(70, tiny(vocab_size=64)) == [6]
 
@@ -830,17 +831,19 @@ def test_serve_takes_turns_with_and_without_writes_and_gives_medians_of_pairs(go
 
 def test_serve_puts_a_run_beside_a_dense_model_of_its_shape(tmp_path, monkeypatch, capsys):
     model = GPT(routed()).eval()
-    monkeypatch.setattr(bench, "load_run", lambda run, device: (model, None, {"folder": Path(run)}))
+    monkeypatch.setattr(bench, "load_run", lambda run, device: (model, SimpleNamespace(eot_token=7), {"folder": Path(run)}))
+    begun, submit = set(), Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda engine, prompt, n, **how: begun.add((*prompt, how["temperature"], how["seed"])) or submit(engine, prompt, n, **how))
     bench.main(["serve", *flags(run="out/mine", exits="learned", repeats=1, **SERVED)])
     lines = capsys.readouterr().out.splitlines()
     record = json.loads(lines[-1])
     assert list(dict.fromkeys(row["config"] for row in record["rows"])) == ["dense 0+8x1+0", "mine"] and lines[0].startswith("serve: dense 0+8x1+0 0+8x1+0, mine 1+2x3+1")
-    assert "exits by the routers;" in lines[0]
+    assert "exits by the routers;" in lines[0] and "drawn after end-of-text" in lines[0] and begun == {(7, 1.0, i) for i in range(18)}          # texts that differ
     model.cfg = tiny()
     make_config(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert "has no router" in refusal(bench.main, ["serve", "--run=out/mine"])
-    assert "leave out toy.py --n_embd" in refusal(bench.main, ["serve", "toy.py", "--run=out/mine", "--n_embd=8"])
+    assert "leave out toy.py --n_embd --against" in refusal(bench.main, ["serve", "toy.py", "--run=out/mine", "--n_embd=8", "--against=transformers"])
 
 
 def test_serve_against_the_number_in_flight_fits_the_time_of_a_round_and_draws_it(go, mor, monkeypatch):
