@@ -119,7 +119,7 @@ class BenchConfig:
     length_std: float = key(4.0, "serve: their standard deviation; clipped to 1 .. block_size - 1")
     warmup: int | None = key(None, "serve: tokens for each request in flight before time is taken; None = the queue's mean length")
     finish_rows: int = key(1, "serve: with a full core, finish waits for so many rows (row d: for --slots)")
-    rows: list[str] = key(["a", "long", "b", "c", "d"], "serve: which rows of a routed config, for example --rows=b --rows=d", choices=("a", "long", "b", "c", "d"))
+    rows: list[str] = key(["a", "long", "b", "c", "d"], "serve: which rows of a routed config, for example --rows=b --rows=d")
     exits: str = key("balanced", "serve: steps of a routed token: balanced = imposed, each number equally often; learned = the router's own", choices=("balanced", "learned"))
     run: str | None = key(None, "serve: folder of a trained run to serve too, after a dense baseline of its shape")
     unwritten: bool = key(True, "serve: the same runs without cache writes too, as the paper takes time; False = in half the time")
@@ -1964,6 +1964,8 @@ def shaped(mode, s):
         if s.origins[name] == "default" or name in trained and s.origins[name] != "command line":
             s.values[name], s.origins[name] = value, "default"
     check_ranges(s, RANGES)
+    if not s.rows or set(s.rows) - (set(KINDS_OF_SERVING) - {"baseline"}):
+        raise UserError(f"{s.origins['rows']}: rows={s.rows} are not rows of a routed config, which are a, long, b, c and d; write --rows=b --rows=d")
     for name in ("contexts", "batches"):
         if min(s.values[name], default=1) < 1 or len(set(s.values[name])) == 1:
             raise UserError(f"{s.origins[name]}: {name}={s.values[name]} makes no curve; give two numbers or more, from 1 up")

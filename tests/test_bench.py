@@ -869,7 +869,7 @@ def test_serve_against_the_number_in_flight_fits_the_time_of_a_round_and_draws_i
     (["decode", "dense.py", "--new_tokens=1", "--prompt_tokens=2"], "give at least 2"), (["decode", "dense.py", "--prompt_tokens=30"], "do not fit block_size=32"),
     (["decode", "dense.py", "--cache=mean", "--prompt_tokens=2", "--router=expert", "--new_tokens=4"], "cache='mean'"),
     (["serve", "dense.py", "--paper=true", "--contexts=1,2"], "goes with mode decode"),
-    (["serve", "dense.py", "toy.py", "--rows=e"], "rows has no choice 'e'"), (["serve", "dense.py", "--batches=1,2", "--slots=3"], "slots=3 has no part in a curve over batches"),
+    (["serve", "dense.py", "toy.py", "--rows=a", "--rows=e"], "rows=['a', 'e'] are not rows"), (["serve", "dense.py", "--rows=[]"], "rows=[] are not rows"), (["serve", "dense.py", "--batches=1,2", "--slots=3"], "slots=3 has no part in a curve over batches"),
     (["serve", "dense.py", "--batches=1,2", "--rows=d"], "no part in a curve over batches"), (["decode", "dense.py", "--contexts=4,8", "--prompt_tokens=3"], "no part in a curve over contexts")])
 def test_what_cannot_be_served_or_decoded_is_one_line(go, mor, argv, words):
     assert words in refusal(bench.main, [*argv, "--vocab_size=64"])
