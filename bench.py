@@ -36,7 +36,7 @@ after it: sequence by sequence, at --slots in flight and at as many as each of t
 (b) with as many rows in the core, those outside it more in flight, (c) as many in flight as the baseline's K/V memory holds, (d) as (b) with
 finish and start waiting for as many rows, so more in flight, and (a) with windows as long as the text. tokens/s are of the steady state: from --warmup tokens for each request in flight until the queue is empty. `steps` are
 those of the core per token; `ceiling` is the ratio of FLOPs counted in that time, per token; `share` how much of it the ratio reaches.
-Cache writes are in the time; `unwritten`, runs of their own that take turns with the others, leaves them out, as the paper does. Exits are
+Cache writes are in the time; --unwritten=true: runs that leave them out, as the paper does, take turns with the others. Exits are
 imposed (balanced: of N tokens in a row each takes another number of steps) or the router's own (learned).
 --batches: tokens/s against requests in flight, in place of the table.
 
@@ -122,7 +122,7 @@ class BenchConfig:
     rows: list[str] = key(["a", "long", "b", "c", "d"], "serve: which rows of a routed config, for example --rows=b --rows=d")
     exits: str = key("balanced", "serve: steps of a routed token: balanced = imposed, each number equally often; learned = the router's own", choices=("balanced", "learned"))
     run: str | None = key(None, "serve: folder of a trained run to serve too, after a dense baseline of its shape")
-    unwritten: bool = key(True, "serve: the same runs without cache writes too, as the paper takes time; False = in half the time")
+    unwritten: bool = key(False, "serve: the same runs without cache writes too, as the paper takes time: twice the time (--paper=true: True)")
     batches: list[int] = key([], "serve: tokens/s at so many requests in flight instead, for example 1,2,4,8,16,32,64")
     fixed: bool | None = key(None, "decode: one more row, by the serving engine in passes of fixed shapes (on CUDA as graphs); None = on CUDA")
     threads: int = key(1, "CPU threads (ladder: of each run)")
@@ -1874,7 +1874,7 @@ CURVES = {"batches": ("slots", "requests", "finish_rows", "rows", "against", "un
 # (mode, --paper): what a key is where the command line says nothing, in place of a training run's; and the configs where none is named.
 SHAPES = {("decode", False): dict(batch_size=4, prompt_tokens=128, new_tokens=64), ("serve", False): dict(repeats=3),
           ("decode", True): dict(batch_size=4, prompt_tokens=1024, new_tokens=128, block_size=1152, vocab_size=50304),
-          ("serve", True): dict(repeats=3, requests=1000, length_mean=256.0, length_std=64.0, vocab_size=49152)}
+          ("serve", True): dict(repeats=3, requests=1000, length_mean=256.0, length_std=64.0, vocab_size=49152, unwritten=True)}
 FILES = {("decode", False): ["bench/gpt_12", "bench/grt_12"], ("serve", False): ["bench/vanilla_14", "bench/mor3_14"],
          ("decode", True): ["gpt2_medium", "grt_medium", "gpt2_large", "grt_large"],
          ("serve", True): ["smollm/vanilla_360m", "bench/mor2_360m", "mor_360m", "bench/vanilla_34_360m", "bench/mor4_360m"]}

@@ -602,6 +602,7 @@ def test_a_mode_without_configs_has_its_own(mode, files):
     assert list(bench.settings_of([mode])[1]) == files
     for paper in (False, True):
         assert all(bench.file_of(name).is_file() for name in bench.FILES[mode, paper])
+    assert mode == "decode" or [bench.settings_of([mode, f"--paper={paper}"])[1][files[0] if not paper else "vanilla_360m"].unwritten for paper in (False, True)] == [False, True]
 
 
 def test_what_a_mode_is_shaped_to_yields_to_flags_and_to_a_files_own_measuring_keys(tmp_path, monkeypatch):
@@ -614,7 +615,7 @@ def test_what_a_mode_is_shaped_to_yields_to_flags_and_to_a_files_own_measuring_k
 
 # ---------------------------------------------------------------------------------------------------------------- serve
 
-SERVED = dict(slots=3, requests=18, length_mean=5, length_std=1, warmup=2)
+SERVED = dict(slots=3, requests=18, length_mean=5, length_std=1, warmup=2, unwritten=True)
 
 
 @pytest.fixture
@@ -792,7 +793,7 @@ def test_serve_with_learned_exits_has_no_row_whose_texts_are_others(go, mor):
 def test_serve_begins_every_request_with_another_token(go, mor, monkeypatch):
     begun, submit = [], Engine.submit
     monkeypatch.setattr(Engine, "submit", lambda engine, prompt, n, **how: begun.append(prompt) or submit(engine, prompt, n, **how))
-    go("serve", "dense.py", repeats=1, unwritten=False, **SERVED)
+    go("serve", "dense.py", **{**SERVED, "repeats": 1, "unwritten": False})
     assert begun == [[i] for i in [*range(3), *range(18)]] and bench.first_token(70, tiny(vocab_size=64)) == [6]
 
 
@@ -807,7 +808,7 @@ def test_serve_gives_up_a_queue_that_is_too_short_in_the_first_repeat(go, mor, m
 
 
 def test_serve_counts_the_steps_of_the_core_per_token(go, mor):
-    lines, record, _ = go("serve", "dense.py", "toy.py", repeats=1, unwritten=False, rows="b", **{**SERVED, "requests": 40})
+    lines, record, _ = go("serve", "dense.py", "toy.py", repeats=1, rows="b", **{**SERVED, "unwritten": False, "requests": 40})
     assert [row["steps"] for row in record["rows"]] == pytest.approx([1 if row["config"] == "dense" else 2 for row in record["rows"]], rel=0.05)
     assert [round(row["steps"], 2) for row in record["rows"]] == [numbers(line)[3] for line in lines[2 : 2 + len(record["rows"])]]
 
@@ -825,7 +826,7 @@ def test_serve_takes_turns_with_and_without_writes_and_gives_medians_of_pairs(go
     assert turns == [[*titles, *(f"{title}, unwritten" for title in titles)]] and toy["setup_seconds"] > 0 and toy["first_seconds"] > 0
     assert toy["unwritten_per_second"] == sorted(toy["unwritten_rates"])[1] and toy["steady_seconds"] == pytest.approx(toy["steady_tokens"] / toy["tokens_per_second"])
     assert toy["unwritten_ratio"] == sorted(a / b for a, b in zip(toy["unwritten_rates"], dense["unwritten_rates"]))[1]
-    without = go("serve", "dense.py", "toy.py", rows="a", repeats=1, unwritten=False, **SERVED)[1]["rows"]
+    without = go("serve", "dense.py", "toy.py", rows="a", **{**SERVED, "repeats": 1, "unwritten": False})[1]["rows"]
     assert len(turns[1]) == 2 and [row["unwritten_per_second"] for row in without] == [row["unwritten_ratio"] for row in without] == [None, None]
 
 
