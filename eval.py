@@ -1,22 +1,31 @@
-"""Measure trained runs: the loss of the whole validation split, the loss at every depth against what it costs, and what routers do.
+"""Measure trained runs: the loss, what every depth is worth and costs, what routers do, and which of the papers' claims hold.
 
-    python eval.py                                                # every part, for the newest run in out/
-    python eval.py loss --out_dir=out/grt_tiny --compare=out/gpt_tiny       # side by side, with a paired difference
+    python eval.py                                                # every part that the newest run in out/ has something for
+    python eval.py loss --full=true --out_dir=out/grt_tiny --compare=out/gpt_tiny       # side by side, with a paired difference
     python eval.py depth --out_dir=out/grt_tiny --compare=out/gpt_tiny --compare=out/recursive_tiny     # and out/grt_tiny/depth.png
     python eval.py exit --out_dir=out/recursive_tiny              # tokens that leave the loop early: loss, steps, FLOPs, time; exit.png
     python eval.py router --out_dir=out/RUN                       # a routed run: who goes on, and what that is worth; RUN/router.png
+    python eval.py page --out_dir=out/RUN                         # a text, coloured by steps or by loss at every depth; RUN/depth.html
     python eval.py answers --out_dir=out/RUN                      # a run on phop or addition: right answers by hops or digits, at every depth
 
-Parts: loss, depth, exit, router, answers; none = all that the run has something for (a routed run's tokens leave early by
-request only). Tables and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json,
-where the parts of earlier calls stay while the checkpoint is the same.
+Parts: see PARTS at the end; none named = all that the run has something for (a routed run's tokens leave early by request
+only). loss reads at most half a megabyte of validation text, or with --full=true all of it. Tables, the papers' claims with
+this run's numbers, and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json,
+with every setting; the parts of earlier calls stay there while the checkpoint is the same.
 """
+import contextlib
+import functools
 import hashlib
+import html
 import json
 import math
+import os
 import platform
+import re
 import sys
+import textwrap
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,13 +38,14 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import EXITS, GPT, AtEnd, Silence, as_logit, at_least_fp32, causal, exact_flops, fold_in, generator, make_cache, no_cache, steps_taken, topk
+from model import EXITS, GPT, AtEnd, Silence, as_logit, at_least_fp32, causal, exact_flops, fold_in, generator, make_cache, no_cache, rotate, steps_taken, topk
 from sample import load_run, newest_run
 from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoint_of, commit, count_depths, evaluate, fitting, fixed_windows,
                    load_checkpoint, max_vio, mean_depth, open_split, pick_device, write_whole)
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
+MOST_BYTES = 500_000          # of validation text that the part loss reads, unless --full
 TOLERANCE = 1e-6              # nats per token between the loss that train.py stored and the same one measured again
 
 
@@ -46,7 +56,8 @@ class EvalConfig:
     compare: list[str] = key([], "a further run (folder or checkpoint) to set beside it; may be repeated")
     dataset: str | None = key(None, "data set whose validation split is read; None = each run's own")
     data_dir: str | None = key(None, "folder of the data sets; None = the one that each run was trained from")
-    eval_tokens: int = key(65536, "depth, router, answers: validation tokens, in fixed windows, evenly spaced (loss always reads the whole split)")
+    full: bool = key(False, f"loss: read the whole validation split, where it is longer than {MOST_BYTES:,} bytes")
+    eval_tokens: int = key(65536, "all other parts: validation tokens, in fixed windows, evenly spaced")
     exit_thresholds: list[float] = key([], "exit: thresholds to try; none = a row of them for each rule that the model knows")
     exit_tokens: int = key(128, "exit: tokens that are decoded one by one at each threshold, to time them; 0 = none")
     thresholds: list[float] = key([n / 10 for n in range(11)], "router, expert-choice: thresholds to try beside the model's own")
@@ -124,17 +135,21 @@ def is_plain(cfg):
 
 
 def exit_depths(cfg):
-    """Where a model can be left, ascending: after each step, twice as deep as n_recur too; dense: after each core block,
-    as fractions of its one step; the depth that it has, where every step has blocks of its own."""
+    """Where a model can be left, ascending: after each step, to twice n_recur where no step has weights of its own; dense: after
+    each core block, as fractions of its one step; the depth that it has, where every step has blocks of its own."""
     if is_plain(cfg):
         return [k / cfg.n_core for k in range(cfg.n_core + 1)]
-    if not cfg.any_depth or cfg.router == "token":            # a token-choice model ends every token's last step in its own way
+    if not cfg.any_depth:
         return [cfg.n_recur]
-    return list(range((2 if cfg.router == "none" else 1) * cfg.n_recur + 1))
+    return list(range((1 if cfg.own_steps else 2) * cfg.n_recur + 1))
 
 
 def features_at(model, ids_BT, depths, routing="causal"):
-    """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower."""
+    """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower.
+    Token-choice models, which end a token's last step in its own way, take a pass for each."""
+    if model.cfg.router == "token":
+        yield from (features_of(model, ids_BT, depth, routing) for depth in depths)
+        return
     cfg, cache, noise, done = model.cfg, no_cache(model.cfg), Silence(), 0
     e_BTD, outer = model.start(ids_BT, cache, routing=routing)
     watch, (h_BTD, anchor, who) = AtEnd(model, outer, cache), model.recursion.enter(e_BTD, outer, cfg.n_recur, noise)
@@ -149,6 +164,14 @@ def features_at(model, ids_BT, depths, routing="causal"):
         yield watch.features(h_BTD, who)
 
 
+def features_of(model, ids_BT, depth, routing="causal"):
+    """What the head reads after a pass of `depth` steps."""
+    cache = no_cache(model.cfg)
+    e_BTD, outer = model.start(ids_BT, cache, routing=routing)
+    watch = AtEnd(model, outer, cache)
+    return watch.features(*model.recursion(e_BTD, outer, depth, Silence(), cache, watch))
+
+
 def row_nats(model, x_BTD, targets_BT):
     """Summed nats of each row and how many targets they are of (-100 is none), float64 on the CPU; few logits at a time."""
     n = max(1, LOGITS // model.cfg.vocab_size)                # tokens at a time
@@ -157,9 +180,13 @@ def row_nats(model, x_BTD, targets_BT):
     return nats_N.view(targets_BT.shape).cpu().double().sum(1), (targets_BT != -100).cpu().double().sum(1)
 
 
-def whole_split(split):
-    """Starts of windows side by side, over all of the split."""
-    return split.consecutive()
+def loss_windows(run, full):
+    """Starts of windows: side by side over all of the split; or, where it holds more than MOST_BYTES of text and `full` is not
+    asked for, whole windows of as many bytes, evenly spaced, the same ones every time."""
+    part = run.meta["val"]
+    if full or part["bytes"] <= MOST_BYTES:
+        return run.split.consecutive()
+    return fixed_windows(run.split, int(MOST_BYTES * part["tokens"] / part["bytes"]))
 
 
 def batches(run, starts):
@@ -208,19 +235,67 @@ def paired(nats, other, counts):
     return {"value": (nats - other).sum() / counts.sum(), "interval": interval(bootstrap(nats - other, counts))}
 
 
+# --------------------------------------------------------------------------------------------------------------- claims
+# What the papers say of such a model, asked of this run. A part puts its claims into its record under "claims"; main prints
+# those of all parts in one table. The papers' own models are larger and longer trained: a claim that does not hold here is
+# news of this run, and no refutation.
+
+
+def statistic(sums, counts, of=lambda means: means[0]):
+    """A number about this run and its 95% interval over windows: {"value", "interval"}.
+
+    sums: (n, W), n quantities summed over each of W windows, or (W,), one; counts: (W,) or (n, W), what they are divided by
+    (tokens). of: the n means -> the number, along the first axis, as it is given (n,) and (n, resamples). Every quantity sees
+    the same draws of windows, so what is hard for one is hard for all. One window gives no interval."""
+    sums, counts = np.atleast_2d(sums), np.broadcast_to(np.atleast_2d(counts), np.atleast_2d(sums).shape)
+    with np.errstate(invalid="ignore", divide="ignore"):      # a draw in which something never occurs: no interval
+        value, means = of(sums.sum(1) / counts.sum(1)), of(np.array([bootstrap(*row) for row in zip(sums, counts)]))
+    return {"value": float(value), "interval": interval(means)}
+
+
+def judge(text, source, value, interval, above=0.0, below=None):
+    """A claim's record: {claim, source, value, interval, above or below, holds}. It says that the value is above `above`, or
+    where `below` is given, below that. holds: True where the whole interval is on that side, False where it is on the other;
+    None: not separated, or no interval."""
+    sign, bound, side = (1, above, "above") if below is None else (-1, below, "below")
+    low, high = sorted(sign * (edge - bound) for edge in interval) if interval else (math.nan, math.nan)
+    return {"claim": text, "source": source, "value": value, "interval": interval, side: bound, "holds": True if low > 0 else False if high < 0 else None}
+
+
+def claim(text, source, sums, counts, of=lambda means: means[0], above=0.0, below=None):
+    """The record of a claim about a number that comes from sums over windows: see statistic and judge. Two examples:
+
+    claim("the loss falls with the third step", "GRT", nats_SW[2] - nats_SW[3], counts_W)                     # S steps, W windows
+    claim("the gate rises at every step", "GRT", gate_SW, counts_W, lambda g_S: (g_S[1:] - g_S[:-1]).min(0))"""
+    return judge(text, source, **statistic(sums, counts, of), above=above, below=below)
+
+
+VERDICTS = {True: "holds", False: "does not hold", None: "not separated"}
+
+
+def show_claims(run, claims):
+    """One table of all claims, with this run's numbers."""
+    side = lambda c: f"> {c['above']:g}" if "above" in c else f"< {c['below']:g}"
+    print(f"the papers' claims on {run.name} (not separated: the 95% interval lies on both sides)")
+    show(("claim", "paper", "says", "here", "95% interval", "verdict"),
+         [(c["claim"], c["source"], side(c), f"{c['value']:.4g}", show_interval(c["interval"], ".4g"),
+           VERDICTS[c["holds"]] if c["interval"] else "no interval") for c in claims])
+
+
 # ------------------------------------------------------------------------------------------------------------- part: loss
 
 
-def measure_loss(run):
-    """(numbers for the record, nats of each window, counts): the whole split once, at full depth."""
-    depths = [run.model.cfg.n_recur]
-    (nats,), counts = window_nats(run, whole_split(run.split), depths)
+def measure_loss(run, full=True):
+    """(numbers for the record, nats of each window, counts): the split once, or of a long one a part, at full depth."""
+    depths, starts = [run.model.cfg.n_recur], loss_windows(run, full)
+    (nats,), counts = window_nats(run, starts, depths)
     loss = loss_of(nats, counts)
     mean = loss["nats_per_token"]
-    numbers = {"tokens": int(counts.sum()), "windows": len(counts), "block_size": run.split.width - 1, **loss, "bits_per_byte": mean * run.bits,
-               "perplexity": math.inf if mean > 700 else math.exp(mean)}
+    numbers = {"tokens": int(counts.sum()), "windows": len(counts), "whole_split": len(starts) == len(run.split.consecutive()),
+               "block_size": run.split.width - 1, **loss, "bits_per_byte": mean * run.bits, "perplexity": math.inf if mean > 700 else math.exp(mean)}
     if run.model.cfg.router == "expert":
-        (topk_nats,), _ = window_nats(run, whole_split(run.split), depths, "topk")
+        (topk_nats,), _ = window_nats(run, starts, depths, "topk")
+        numbers["used"] = used(run.model.cfg, routing=["causal", "topk"])
         numbers["topk"] = {"causal": False, **loss_of(topk_nats, counts), "minus_causal": paired(topk_nats, nats, counts)}
     return {**numbers, "train": against_train(run)}, nats, counts
 
@@ -272,8 +347,9 @@ def show_interval(pair, form):
 
 def report_loss(runs, s):
     """Nats per token, bits per byte and perplexity of every run; differences to the first one."""
-    measured = [(run, *measure_loss(run)) for run in runs]
-    print("loss: the whole validation split at full depth")
+    measured = [(run, *measure_loss(run, s.full)) for run in runs]
+    print("loss: the whole validation split at full depth" if all(n["whole_split"] for _, n, *_ in measured) else
+          f"loss: of a long validation split the windows that {MOST_BYTES:,} bytes make, evenly spaced (--full=true reads all), at full depth")
     show(("run", "step", "nats/token", "95% interval", "bits/byte", "perplexity", "tokens", "windows"),
          [(run.name, str(run.state["step"]), f"{n['nats_per_token']:.4f}", show_interval(n["interval"], ".4f"), show_bits(n),
            f"{n['perplexity']:,.2f}", f"{n['tokens']:,}", f"{n['windows']:,}") for run, n, *_ in measured])
@@ -296,13 +372,114 @@ def report_loss(runs, s):
 # ------------------------------------------------------------------------------------------------------------ part: depth
 
 
+MEASURES = ("nats", "kl", "agreement", "accuracy")
+HELD = (0, 1)                 # what a gate is held at: the whole proposal, the whole state
+
+
+@contextlib.contextmanager
+def gate_held(model, value):
+    """While it lasts, the gate of a model with update=gate is `value` everywhere: with 1 a step keeps the old state whole, so that
+    it makes no difference, with 0 it leaves the core's whole proposal."""
+    gate = model.recursion.update.gate
+    gate.forward = lambda h_BTD, e_BTD, noise_BT1: torch.full_like(h_BTD, value, dtype=noise_BT1.dtype)
+    try:
+        yield
+    finally:
+        del gate.forward                                      # the class's own is there again
+
+
+def features_held(model, ids_BT):
+    """What the head reads after n_recur steps with the gate held at each of HELD; nothing where there is no gate."""
+    for value in HELD if model.cfg.update == "gate" else ():
+        with gate_held(model, value):
+            yield features_of(model, ids_BT, model.cfg.n_recur)
+
+
+def against_full(model, features, full, targets_BT):
+    """Sums over each row's targets, float64 on the CPU (MEASURES, features, B), few logits at a time. Of every (B, T, D) of `features`:
+    nats of the targets; KL(p_full || p), p_full being the distribution after features[full]; how often the likeliest token is that of
+    features[full]; how often it is the target."""
+    log_p = lambda x_nD: at_least_fp32(model.head(x_nD)).log_softmax(-1)
+    n = max(1, LOGITS // model.cfg.vocab_size // 2)           # two distributions are there at once
+    chunks, pieces = [x_BTD.flatten(0, 1).split(n) for x_BTD in features], []
+    for i, target_n in enumerate(targets_BT.flatten().split(n)):
+        full_nV = log_p(chunks[full][i])
+        best_n, columns = full_nV.argmax(-1), []
+        for k, x_nD in enumerate(column[i] for column in chunks):
+            own_nV = full_nV if k == full else log_p(x_nD)
+            guess_n, kl_n = own_nV.argmax(-1), (full_nV.exp() * (full_nV - own_nV)).sum(-1)
+            columns.append(torch.stack([F.nll_loss(own_nV, target_n, reduction="none"), kl_n, guess_n == best_n, guess_n == target_n]))
+        pieces.append(torch.stack(columns, 1) * (target_n != -100))
+    return torch.cat(pieces, -1).unflatten(-1, targets_BT.shape).cpu().double().sum(-1)
+
+
+@torch.no_grad()
+def depth_sums(run, starts, depths):
+    """({measure: (rows, W) sums over the targets of each window}, counts (W,)): a row for each of `depths`, then, where there is a
+    gate, for each of HELD."""
+    sums, counts, full = [], [], depths.index(run.model.cfg.n_recur)
+    for ids_BT, targets_BT in batches(run, starts):
+        with run.autocast:
+            features = [*features_at(run.model, ids_BT, depths), *features_held(run.model, ids_BT)]
+            sums.append(against_full(run.model, features, full, targets_BT))
+        counts.append((targets_BT != -100).cpu().double().sum(1))
+    return dict(zip(MEASURES, torch.cat(sums, -1).numpy())), torch.cat(counts).numpy()
+
+
 def measure_depth(run, eval_tokens):
+    """Of every depth: loss; KL(full depth's distribution || this depth's) in nats, which GRT calls the KL to the final distribution (in
+    this direction it is what the loss is above that of the full depth, if the full depth is calibrated, and so are the paper's numbers:
+    2.61 = 5.29 - 2.68 at depth 0, .46 = 3.14 - 2.68 at depth 2); agreement, the share of tokens whose likeliest next token is the
+    same as at full depth; accuracy, the share whose likeliest next token is the right one."""
     cfg, depths, starts = run.model.cfg, exit_depths(run.model.cfg), fixed_windows(run.split, eval_tokens)
-    nats, counts = window_nats(run, starts, depths)
-    means, flops = nats.sum(1) / counts.sum(), flops_of(run, starts)
-    points = [{"depth": depth, "flops_per_token": flops(depth), "nats_per_token": mean,
-               "bits_per_byte": mean * run.bits, "training": training_at(cfg, depth)} for depth, mean in zip(depths, means.tolist())]
-    return {"windows": len(starts), "tokens": int(counts.sum()), "layout": cfg.layout, "update": cfg.update, "points": points}
+    (sums, counts), flops, full = depth_sums(run, starts, depths), flops_of(run, starts), depths.index(cfg.n_recur)
+
+    def point(k):
+        means = {name: (of[k].sum() / counts.sum()).item() for name, of in sums.items()}
+        nats = means.pop("nats")
+        return {"nats_per_token": nats, "bits_per_byte": nats * run.bits, **means, "minus_full": paired(sums["nats"][k], sums["nats"][full], counts)}
+
+    points = [{"depth": depth, "flops_per_token": flops(depth), **point(k), "training": training_at(cfg, depth)} for k, depth in enumerate(depths)]
+    held = [{"gate": value, "flops_per_token": flops(cfg.n_recur), **point(len(depths) + k)} for k, value in enumerate(HELD) if cfg.update == "gate"]
+    return {"windows": len(starts), "tokens": int(counts.sum()), "layout": cfg.layout, "update": cfg.update, "used": used(cfg, depth=depths), "points": points,
+            "held": held, **gains(cfg, sums, counts, full), "claims": depth_claims(cfg, sums, counts, full)}
+
+
+def early_share(nats_S):
+    """Of the loss that all these steps take off, what the first two do."""
+    return (nats_S[0] - nats_S[2]) / (nats_S[0] - nats_S[-1])
+
+
+def gains(cfg, sums, counts, full):
+    """What the first steps are worth beside all `full` of them: of a loop with more than two, the share of the loss drop that the first two
+    bring; the accuracy after half of them, rounded up, over that after all (dense: of the core blocks)."""
+    nats, half = sums["nats"][: full + 1], math.ceil(full / 2)
+    numbers = {"share_of_first_two": statistic(nats, counts, early_share)} if full > 2 and not is_plain(cfg) else {}
+    if full > 1:
+        numbers["accuracy_kept"] = {"after": half, "of": full, **statistic(sums["accuracy"][[half, full]], counts, lambda share: share[0] / share[1])}
+    return numbers
+
+
+def depth_claims(cfg, sums, counts, full):
+    """What GRT says of depth, and MoR of a smaller maximum than the trained one."""
+    nats, kl, claims = sums["nats"], sums["kl"], []
+    fall = lambda means: (means[:-1] - means[1:]).min(0)      # the smallest of all steps
+    rise = lambda means: (means[2] - means[1]) / (means[0] - means[1])
+    says = lambda text, *what, paper="GRT", **side: claims.append(claim(text, paper, what[0], counts, *what[1:], **side))
+    loops = full > 1 and cfg.router == "none" and not is_plain(cfg)
+    if full > 1 and cfg.router != "none":
+        says("a larger maximum depth at test time lowers the loss (smallest fall from 1 on, nats)", nats[1 : full + 1], fall, paper="MoR")
+    if loops:
+        says("every step up to n_recur lowers the loss (smallest fall, nats)", nats[: full + 1], fall)
+        says("every step brings the distribution nearer to the final one (smallest fall of KL, nats)", kl[: full + 1], fall)
+    if loops and full > 2:
+        says("most of the loss drop comes with the first two steps (share; Large: .82)", nats[: full + 1], early_share, above=0.5)
+    if loops and not cfg.own_steps:                           # others run no deeper than n_recur
+        says("beyond n_recur the loss falls no more (at twice the depth minus at n_recur, nats; Large: .06)", nats[2 * full] - nats[full])
+        says("beyond n_recur it rises little (the same over the drop from depth 0; Large: .02)", nats[[0, full, 2 * full]], rise, below=0.1)
+    if cfg.update == "gate":
+        says("a gate held at 0 hurts more than one held at 1 (nats; Large: 6.8)", nats[-2] - nats[-1])
+    return claims
 
 
 @torch.no_grad()
@@ -340,47 +517,84 @@ def depth_name(cfg, depth):
 
 
 def report_depth(runs, s):
-    """Loss after every step (dense: every core block) against FLOPs; one picture for all runs."""
+    """Loss, distance to full depth and accuracy after every step (dense: every core block) against FLOPs; one picture for all runs."""
     measured = [(run, measure_depth(run, s.eval_tokens)) for run in runs]
-    print(f"depth: loss after each step against FLOPs of a forward pass, on {measured[0][1]['windows']:,} fixed windows "
-          f"({measured[0][1]['tokens']:,} tokens); k/L = a dense model left after k of its L core blocks; routed: FLOPs of who really went on")
+    print(f"depth: after each step against FLOPs of a forward pass, on {measured[0][1]['windows']:,} fixed windows ({measured[0][1]['tokens']:,} tokens); "
+          f"KL, same guess and minus: beside n_recur steps; k/L = a dense model left after k of its L core blocks; routed: at most so many steps, and FLOPs of "
+          f"who really went on")
     tell_unpaired(runs)
-    rows = []
     for run, n in measured:
-        cfg = run.model.cfg
         if len(n["points"]) == 1:
-            why = f"sharing={cfg.sharing_name!r}" if not cfg.any_depth else f"router={cfg.router!r}"
-            print(f"{run.name}: {why} has one depth only, n_recur={cfg.n_recur}")
-        for p in n["points"]:
-            rows.append((run.name, depth_name(cfg, p["depth"]), f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", show_bits(p), p["training"]))
-    show(("run", "depth", "MFLOP/token", "nats/token", "bits/byte", ""), rows)
+            print(f"{run.name}: sharing={run.model.cfg.sharing_name!r} has one depth only, n_recur={run.model.cfg.n_recur}")
+    show(("run", "depth", "MFLOP/token", "nats/token", "bits/byte", "KL", "same guess", "right guess", "minus", "95% interval", ""),
+         [depth_row(run, *name_of(run.model.cfg, p), p) for run, n in measured for p in (*n["points"], *n["held"])])
+    for run, n in measured:
+        if "share_of_first_two" in n:
+            share = n["share_of_first_two"]
+            print(f"{run.name}: the first two of {run.model.cfg.n_recur} steps bring {share['value']:.1%} of the loss drop, 95% interval "
+                  f"{show_interval(share['interval'], '.1%')}")
+        if "accuracy_kept" in n:
+            kept = n["accuracy_kept"]
+            print(f"{run.name}: after {kept['after']} of {kept['of']} {'core blocks' if is_plain(run.model.cfg) else 'steps'} {kept['value']:.1%} of the "
+                  f"accuracy is there, 95% interval {show_interval(kept['interval'], '.1%')}")
     others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
     return {**measured[0][1], "picture": draw(measured), "compare": others}
 
 
+def name_of(cfg, p):
+    """(depth, remark) of a point in the table."""
+    return (f"gate={p['gate']}", "held at every step") if "gate" in p else (depth_name(cfg, p["depth"]), p["training"])
+
+
+def depth_row(run, depth, remark, p):
+    return (run.name, depth, f"{p['flops_per_token'] / 1e6:,.3f}", f"{p['nats_per_token']:.4f}", show_bits(p), f"{p['kl']:.4f}", f"{p['agreement']:.1%}",
+            f"{p['accuracy']:.1%}", f"{p['minus_full']['value']:+.4f}", show_interval(p["minus_full"]["interval"], "+.4f"), remark)
+
+
 def draw(measured):
-    """OUT_DIR/depth.png: one line per run, a ring around its full depth; what is far above all rings leaves the frame, or
-    nobody could tell those apart. Returns the path, or None, and says why."""
-    if (figure := new_figure(8, 5)) is None:
+    """OUT_DIR/depth.png: one line per run, a ring around its full depth; at the right how far each depth is from that one. Returns the
+    path, or None, and says why."""
+    if (figure := new_figure(14, 5.5)) is None:
         return None
-    first = measured[0][0]
+    left, right = figure.subplots(1, 2)
+    draw_losses(left, measured)
+    draw_kl(right, measured)
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="FLOPs per token, one forward pass")
+        axes.grid(alpha=0.3, which="both")
+    left.legend()
+    return save_picture(figure, measured[0][0].home / "depth.png")
+
+
+def draw_losses(axes, measured):
+    """What is far above all rings leaves the frame, or nobody could tell those apart."""
     unit = common_unit([run for run, _ in measured])
-    axes = figure.subplots()
-    for run, n in measured:
-        cfg, x, y = run.model.cfg, [p["flops_per_token"] for p in n["points"]], [p[unit] for p in n["points"]]
-        (line,) = axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, label=plain(f"{n['layout']} {n['update']} ({run.name})"))
-        for p, x_p, y_p in zip(n["points"], x, y):
-            if p["depth"] == cfg.n_recur:
-                axes.plot(x_p, y_p, "o", markersize=11, fillstyle="none", color=line.get_color())
-            if not is_plain(cfg):
-                axes.annotate(str(p["depth"]), (x_p, y_p), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8, color=line.get_color())
+    for i, (run, n) in enumerate(measured):
+        routed = "" if run.model.cfg.router == "none" else f", {run.model.cfg.router}-choice"
+        color = draw_line(axes, i, run, unit, n["points"], label=plain(f"{n['layout']} {n['update']}{routed} ({run.name})"))
+        for p in n["points"]:
+            if p["depth"] == run.model.cfg.n_recur:
+                axes.plot(p["flops_per_token"], p[unit], "o", markersize=11, fillstyle="none", color=color)
     crop(axes, [p[unit] for _, n in measured for p in n["points"]],
          1.5 * max(p[unit] for _, n in measured for p in n["points"] if p["training"] == "full depth"))
-    axes.set(xscale="log", xlabel="FLOPs per token, one forward pass", ylabel=f"validation loss, {unit.replace('_', ' ')}",
-             title="Loss at every depth (number: steps; ring: full depth; a dense model: after each block)")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    return save_picture(figure, first.home / "depth.png")
+    axes.set(ylabel=f"validation loss, {unit.replace('_', ' ')}", title="Loss at every depth (number: steps; ring: full depth; dense: after each block)")
+
+
+def draw_kl(axes, measured):
+    """The full depth itself, at 0, has no place on this axis: the line is broken there."""
+    for i, (run, n) in enumerate(measured):
+        draw_line(axes, i, run, "kl", [p if p["kl"] > 0 else p | {"kl": math.nan} for p in n["points"]])
+    axes.set(yscale="log", ylabel="KL(full depth || this depth), nats per token", title="How far the distribution is from that at full depth")
+
+
+def draw_line(axes, i, run, what, points, **style):
+    """The line of run number i, numbered by its steps, of every other run below it; its colour."""
+    x, y = [p["flops_per_token"] for p in points], [p[what] for p in points]
+    (line,) = axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, **style)
+    for p, x_p, y_p in zip(points, x, y):
+        if not is_plain(run.model.cfg) and math.isfinite(y_p):
+            axes.annotate(str(p["depth"]), (x_p, y_p), textcoords="offset points", xytext=(0, -15 if i % 2 else 8), ha="center", fontsize=8, color=line.get_color())
+    return line.get_color()
 
 
 def new_figure(width, height):
@@ -412,6 +626,605 @@ def save_picture(figure, path):
         return str(path)
     except UserError as error:                                # the numbers are worth more than the picture
         print(f"note: no picture: {error}", file=sys.stderr)
+
+
+# ------------------------------------------------------------------------------------------------------------ part: steps
+
+STEP_TOKENS = 16384           # steps, gate: read no more than so many, which is enough for means over tokens
+TENTHS = 10                   # of the tokens, by their initial loss
+CKA_BYTES, GROUPS, REDRAWN = 2**30, 20, 200          # what its sums may take; groups of windows, and how often they are drawn, for its interval
+HEAD_SHARE, HEAD_SPREAD = 0.3, 0.75           # of a head's attention on one place, and its spread: from here on it has a type
+HEAD_TYPES = ("previous token", "self", "broadcast", "mixed")
+
+
+class Pass(NamedTuple):
+    """A forward pass at full depth, taken apart by steps; the steps of a dense model are its core's blocks. Who did not take
+    a step keeps the state, and has zeros for proposal and gate there."""
+    states: list                  # h_0 before the loop, then h_r after each step r: (B, T, D)
+    proposals: list               # o_r, what the core gave in step r; without gate, router and loop_norm h_r itself
+    gates: list                   # g_r; none without a gate
+    took: list                    # who went through step r, (B, T)
+    features: object              # of a state, what the head reads
+
+
+class Ear(AtEnd):
+    """Inside `with`: takes down what the core's blocks and the gate give in every step."""
+
+    def __init__(self, model, outer, cache):
+        super().__init__(model, outer, cache)
+        self.outputs, self.gates, self.steps, self.gated = [], [], [], model.cfg.update == "gate"
+
+    def __enter__(self):
+        recursion, into = self.model.recursion, lambda heard: lambda module, args, out: heard.append(out)
+        self.hooks = [block.register_forward_hook(into(self.outputs)) for block in recursion.core]
+        self.hooks += [recursion.update.gate.register_forward_hook(into(self.gates))] if self.gated else []
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+    def look(self, h_BTD, who, step):
+        """(state, proposal, gate, who took the step), all of (B, T)."""
+        whole = lambda x_ACD: who.put(torch.zeros_like(h_BTD), x_ACD.to(h_BTD.dtype))
+        everyone_BT = torch.ones(h_BTD.shape[:2], dtype=torch.bool, device=h_BTD.device)
+        took_BT = everyone_BT if who.index_AC is None else who.depth[..., 0] == step
+        self.steps.append((h_BTD, whole(self.outputs[-1]), whole(self.gates[-1]) if self.gated else None, took_BT))
+        return who
+
+    def nobody(self, h_BTD):
+        """A step that was left out, as nobody was there to take it."""
+        nothing_BTD = torch.zeros_like(h_BTD)
+        self.steps.append((h_BTD, nothing_BTD, nothing_BTD, nothing_BTD[..., 0].bool()))
+
+
+def taken_apart(model, ids_BT):
+    """The Pass of these tokens; routers choose causally."""
+    cfg, recursion, cache, noise = model.cfg, model.recursion, no_cache(model.cfg), Silence()
+    e_BTD, outer = model.start(ids_BT, cache)
+    first_BTD, anchor, who = recursion.enter(e_BTD, outer, cfg.n_recur, noise)
+    h_BTD = first_BTD
+    with Ear(model, outer, cache) as ear:
+        for step in range(cfg.n_recur):
+            h_BTD, who = recursion.step(h_BTD, anchor, who, step, noise, cache, ear)
+            if len(ear.steps) == step:
+                ear.nobody(h_BTD)
+    states, proposals, gates, took = map(list, zip(*ear.steps))
+    if is_plain(cfg):                                         # left after a block, it has this state
+        proposals = ear.outputs
+        states, took = [recursion.norm(y_BTD) for y_BTD in proposals], took * len(proposals)
+    return Pass([first_BTD, *states], proposals, gates if ear.gated else [], took, lambda h_BTD: ear.features(h_BTD, who))
+
+
+def readable(cfg):
+    """Which of a Pass's states are those of the model run to that depth: all, h_0 included; of a token-choice model, which ends
+    each token's last step in its own way, the first and the last; of one that has a single depth the last alone."""
+    n_steps = cfg.n_core if is_plain(cfg) else cfg.n_recur
+    return [n_steps] if not cfg.any_depth and not is_plain(cfg) else [0, n_steps] if cfg.router == "token" else list(range(n_steps + 1))
+
+
+def token_nats(model, x_BTD, targets_BT):
+    """Nats of each target, (B, T) in float64 on the CPU (0 at -100); few logits at a time."""
+    n = max(1, LOGITS // model.cfg.vocab_size)                # tokens at a time
+    pieces = zip(x_BTD.flatten(0, 1).split(n), targets_BT.flatten().split(n))
+    return torch.cat([F.cross_entropy(at_least_fp32(model.head(x_nD)), target_n, reduction="none") for x_nD, target_n in pieces]
+                     ).view(targets_BT.shape).cpu().double()
+
+
+def movements(p):
+    """{name: for each step (its number, a value of each token (B, T), the tokens that count)}, of a Pass p, d_r = h_r - h_(r-1):
+
+    update_norm      ||d_r||, over the tokens that took step r                                          [GRT: 17.6 -> 6.5]
+    relative_update  ||d_r|| / ||h_(r-1)||, over the same
+    update_cosine    cos(d_r, d_(r-1)), over those that took both steps: does a step go on where the last one went?
+    proposal_cosine  cos(o_r, o_(r-1)), over the same: does the core say the same again?"""
+    updates, cos = [new - old for old, new in zip(p.states, p.states[1:])], functools.partial(F.cosine_similarity, dim=-1)
+    both = [(r + 1, old & new) for r, (old, new) in enumerate(zip(p.took, p.took[1:]), 1)]
+    norms = [update_BTD.norm(dim=-1) for update_BTD in updates]
+    return {"update_norm": [(r, norm_BT, took_BT) for r, (norm_BT, took_BT) in enumerate(zip(norms, p.took), 1)],
+            "relative_update": [(r, norm_BT / h_BTD.norm(dim=-1), took_BT) for r, (norm_BT, h_BTD, took_BT) in enumerate(zip(norms, p.states, p.took), 1)],
+            **{name: [(r, cos(x_BTD[r - 2], x_BTD[r - 1]), both_BT) for r, both_BT in both]
+               for name, x_BTD in (("update_cosine", updates), ("proposal_cosine", p.proposals))}}
+
+
+def in_double(x):
+    """In float64, on the CPU where the device has none."""
+    return (x.cpu() if x.device.type == "mps" else x).double()
+
+
+class Sums:
+    """Sums over the tokens of each window, beside how many those are, by a name and a step. With all windows kept apart a
+    mean over all tokens has an interval."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def add(self, name, step, x_BT, in_BT):
+        """x: a value of each token; in: those that count."""
+        in_BT = in_BT.cpu()
+        sum_B = torch.where(in_BT, x_BT.cpu().double(), 0.0).sum(1)
+        self.rows.setdefault((name, step), []).append(torch.stack((sum_B, in_BT.double().sum(1))).numpy())
+
+    def __getitem__(self, name_step):
+        """(2, W): sums and counts."""
+        return np.concatenate(self.rows[name_step], 1)
+
+
+def ratio(pair_2W):
+    return pair_2W[0].sum() / pair_2W[1].sum() if pair_2W[1].any() else math.nan
+
+
+def number_of(*pairs, of=lambda means: means[0]):
+    """statistic, of pairs of sums and counts, (2, W) each."""
+    return statistic(*np.stack(pairs, 1), of)
+
+
+def change(first_2W, last_2W):
+    """The last mean minus the first, over the same windows."""
+    return number_of(first_2W, last_2W, of=lambda means: means[1] - means[0])
+
+
+class Cka:
+    """Linear CKA between the states of all steps, over the same tokens, columns centred over all tokens [Kornblith et al. 2019]:
+    ||X^T Y||_F^2 / (||X^T X||_F ||Y^T Y||_F). 1: the same up to a rotation and a scale; nothing to do with each other: near 0.
+
+    Only sums over tokens are kept, of x and of x x^T, x being all states of a token in a row, float64: never (tokens x tokens).
+    Of states that are too many and too wide for CKA_BYTES some are taken, evenly spaced. Windows go in turn to groups that are
+    summed apart, for an interval: GROUPS of them, or one where five have no room."""
+
+    def __init__(self, n_states, width):
+        n_kept = max(2, min(n_states, math.isqrt(CKA_BYTES // 8) // width))
+        self.kept = sorted({round(i) for i in np.linspace(0, n_states - 1, n_kept)})
+        size = len(self.kept) * width
+        n_groups = min(GROUPS, CKA_BYTES // (8 * size**2))
+        self.n_windows, self.whole = 0, len(self.kept) == n_states
+        self.count_G, self.sum_GX, self.product_GXX = (np.zeros((n_groups if n_groups >= 5 else 1, *shape)) for shape in ((), (size,), (size, size)))
+
+    def add(self, states, in_BT):
+        """states: h_0, h_1 .., (B, T, D); in: the tokens that count."""
+        for b, in_T in enumerate(in_BT):
+            x_NX = in_double(torch.cat([states[i][b][in_T] for i in self.kept], -1))
+            group = self.n_windows % len(self.count_G)
+            self.count_G[group] += len(x_NX)
+            self.sum_GX[group] += x_NX.sum(0).cpu().numpy()
+            self.product_GXX[group] += (x_NX.T @ x_NX).cpu().numpy()
+            self.n_windows += 1
+
+    def matrix(self, weight_G=None):
+        """CKA between every two of the kept states; weights: how often each group counts (None: once)."""
+        weight_G = np.ones(len(self.count_G)) if weight_G is None else weight_G
+        n, sum_X, product_XX = (np.tensordot(weight_G, x, 1) for x in (self.count_G, self.sum_GX, self.product_GXX))
+        if n < 2:
+            return np.full((len(self.kept), len(self.kept)), np.nan)
+        product_XX -= np.outer(sum_X / n, sum_X)              # of centred columns; in place, as it may be large
+        norm2 = np.square(product_XX, out=product_XX).reshape(len(self.kept), -1, len(self.kept), len(sum_X) // len(self.kept)).sum((1, 3))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return norm2 / np.sqrt(np.outer(norm2.diagonal(), norm2.diagonal()))
+
+    def neighbours(self, weight_G=None):
+        """Mean CKA between what a step gave and what the next one gave; h_0, which no step gave, is left out."""
+        return float(self.matrix(weight_G).diagonal(1)[1:].mean())
+
+    def draws(self, seed=0):
+        """neighbours of as many groups drawn with replacement, again and again; NaN where there is one group."""
+        rng, n = np.random.default_rng(seed), len(self.count_G)
+        draw = lambda: np.bincount(rng.integers(n, size=n), minlength=n).astype(float)
+        return np.array([self.neighbours(draw()) for _ in range(REDRAWN)]) if n > 1 else np.full(REDRAWN, np.nan)
+
+
+def head_sums(attention, x_BTD, cos, sin, low):
+    """Where each head looks, summed over rows and queries: (5, H) of the share of a query's attention that is on the previous
+    token, on itself, on the first token; its entropy over that of an even spread, ln(tokens that it sees); and how many queries
+    those are: all from a row's third on, where previous, itself and first are three tokens."""
+    B, T, _ = x_BTD.shape
+    K, total = attention.head_width, 0
+    q_BTHK, k_BTGK = (rotate(linear(x_BTD, low.get(name)).unflatten(-1, (-1, K)), cos, sin)
+                      for name, linear in (("query", attention.query), ("key", attention.key)))
+    later_1TS = torch.ones(T, T, dtype=torch.bool, device=x_BTD.device).triu(1)[None]
+    for q_THK, k_TGK in zip(at_least_fp32(q_BTHK), at_least_fp32(k_BTGK)):                     # a row at a time: (H, T, T) is large
+        k_THK = k_TGK.repeat_interleave(q_THK.size(1) // k_TGK.size(1), 1)
+        p_HTS = (torch.einsum("thk,shk->hts", q_THK, k_THK) / math.sqrt(K)).masked_fill(later_1TS, -math.inf).softmax(-1)
+        spread_HT = torch.special.entr(p_HTS).sum(-1)[:, 2:] / torch.arange(3, T + 1, device=p_HTS.device).log()
+        looks = (p_HTS.diagonal(-1, 1, 2)[:, 1:], p_HTS.diagonal(0, 1, 2)[:, 2:], p_HTS[:, 2:, 0], spread_HT, torch.ones_like(spread_HT))
+        total = total + torch.stack([x_HT.sum(1) for x_HT in looks]).cpu().double()
+    return total
+
+
+def head_type(previous, itself, first, spread):
+    """The place that has most of a head's attention, and at least HEAD_SHARE of it; else broadcast, as of the first token, where
+    it is spread widely; else mixed. (Where the bounds lie is ours; the means are in eval.json.)"""
+    share, kind = max((previous, 0), (itself, 1), (first, 2))
+    return HEAD_TYPES[kind if share >= HEAD_SHARE else 2 if spread >= HEAD_SPREAD else 3]
+
+
+class HeadWatch:
+    """Inside `with`: where the heads of the core look in a forward pass, step by step. Attention is computed anew from each
+    block's own weights, as kernels do not give it; so not where a step attends to the chosen alone, or to another step's keys."""
+
+    def __init__(self, model):
+        cfg = model.cfg
+        self.why = f"router={cfg.router!r}" if cfg.router != "none" else f"kv={cfg.kv!r}" if cfg.kv != "own" else ""
+        self.attentions = [] if self.why else [block.attention for block in model.recursion.core]
+        self.sums, self.per_step = [], 1 if is_plain(cfg) else cfg.n_core
+
+    def __enter__(self):
+        self.n_heard, self.hooks = 0, [attention.register_forward_pre_hook(self.hear) for attention in self.attentions]
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+    def hear(self, attention, args):
+        x_BTD, cos, sin, _, low = args
+        self.sums += [0] * (self.n_heard == len(self.sums))
+        self.sums[self.n_heard] = self.sums[self.n_heard] + head_sums(attention, x_BTD, cos, sin, low)
+        self.n_heard += 1
+
+    def numbers(self):
+        """For each step its heads, block by block, and how many there are of each type."""
+        names, steps = ("previous", "self", "first", "spread"), []
+        for i in range(0, len(self.sums), self.per_step):
+            blocks = [(sums_5H[:4] / sums_5H[4]).T.tolist() for sums_5H in self.sums[i : i + self.per_step]]
+            heads = [{"block": j, "head": h, **dict(zip(names, looks)), "type": head_type(*looks)}
+                     for j, block in enumerate(blocks) for h, looks in enumerate(block)]
+            steps.append({"counts": {name: sum(head["type"] == name for head in heads) for name in HEAD_TYPES}, "heads": heads})
+        return {"why": self.why, "steps": steps}
+
+
+def in_tenths(initial_N, value_N, window_N, n_windows):
+    """[(2, W)] of each tenth of the tokens, from those with the lowest initial loss to those with the highest: sums of value
+    in each window, and counts."""
+    tenth_N = np.empty(len(initial_N), int)
+    tenth_N[initial_N.argsort(kind="stable")] = np.arange(len(initial_N)) * TENTHS // len(initial_N)
+    cell_N, n_cells = tenth_N * n_windows + window_N, TENTHS * n_windows
+    return np.stack([np.bincount(cell_N, value_N, n_cells), np.bincount(cell_N, minlength=n_cells)]).reshape(2, TENTHS, n_windows).swapaxes(0, 1)
+
+
+def explained(x, y):
+    """R^2 of a straight line through points, by least squares; further axes: many such sets."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    return (x * y).sum(0) ** 2 / ((x * x).sum(0) * (y * y).sum(0))
+
+
+def improvement(initial_N, final_N, window_N, n_windows):
+    """What the loop is worth to easy and to hard tokens: the loss at depth 0 minus that at full depth, mean of each tenth of
+    the tokens by their loss at depth 0; and R^2 of the line through (mean loss at depth 0, mean improvement) of the ten [GRT: .49
+    to 5.02 nats, R^2 .998]. Some of it is no merit: a token that depth 0 got wrong by chance is hard here and improves as chance does."""
+    gains, firsts = (in_tenths(initial_N, value_N, window_N, n_windows) for value_N in (initial_N - final_N, initial_N))
+    x, y = (np.array([ratio(pair) for pair in pairs]) for pairs in (firsts, gains))
+    better = np.stack([np.bincount(window_N, final_N < initial_N, n_windows), np.bincount(window_N, minlength=n_windows)])
+    return {"initial": "depth 0", "tenths": [{"initial": a, "improvement": b} for a, b in zip(x.tolist(), y.tolist())],
+            "hardest_minus_easiest": change(gains[0], gains[-1]), "better": number_of(better),
+            "r2": number_of(*firsts, *gains, of=lambda means: explained(*np.split(means, 2)))}
+
+
+def step_windows(run, s):
+    return fixed_windows(run.split, min(s.eval_tokens, STEP_TOKENS))
+
+
+@torch.no_grad()
+def measure_steps(run, s):
+    """(numbers for the record, its Cka)"""
+    cfg, starts, depths = run.model.cfg, step_windows(run, s), readable(run.model.cfg)
+    n_steps, sums, heads, nats, there = cfg.n_core if is_plain(cfg) else cfg.n_recur, Sums(), HeadWatch(run.model), [], []
+    cka = Cka(n_steps + 1, cfg.n_embd)
+    for ids_BT, targets_BT in batches(run, starts):
+        with run.autocast, heads:
+            p = taken_apart(run.model, ids_BT)
+            nats.append(torch.stack([token_nats(run.model, p.features(p.states[r]), targets_BT) for r in depths]))
+        there.append((targets_BT != -100).cpu())
+        for name, values in movements(p).items():
+            for r, x_BT, in_BT in values:
+                sums.add(name, r, x_BT, in_BT)
+        for r, took_BT in enumerate(p.took, 1):
+            sums.add("took", r, took_BT, torch.ones_like(took_BT))
+        for r, nats_BT in zip(depths, nats[-1]):
+            sums.add("nats", r, nats_BT, there[-1])
+        cka.add(p.states, torch.stack(p.took).all(0))
+    in_WT, nats_RWT = torch.cat(there).numpy(), torch.cat(nats, 1).numpy()
+    numbers = {"windows": len(in_WT), "tokens": int(in_WT.size), "layout": cfg.layout, "update": cfg.update, "router": cfg.router,
+               "used": used(cfg, depth=[r / cfg.n_core if is_plain(cfg) else r for r in depths]), "steps": [step_numbers(sums, r, depths) for r in range(1, n_steps + 1)],
+               "cka": {"states": cka.kept, "matrix": cka.matrix().tolist(), "neighbours": cka.neighbours() if cka.whole and n_steps > 1 else None},
+               "improvement": improvement(nats_RWT[0][in_WT], nats_RWT[-1][in_WT], in_WT.nonzero()[0], len(in_WT)) if len(depths) > 1 else None,
+               "heads": heads.numbers()}
+    return {**numbers, "claims": step_claims(numbers, sums, n_steps) if not is_plain(cfg) else []}, cka
+
+
+def step_numbers(sums, r, depths):
+    """gain: the mean loss before the step minus that after it."""
+    of = lambda name: number_of(sums[name, r]) if (name, r) in sums.rows else None
+    gain = change(sums["nats", r], sums["nats", r - 1]) if r - 1 in depths else None
+    return {"step": r, "took": ratio(sums["took", r]), **{name: of(name) for name in ("update_norm", "relative_update", "update_cosine", "proposal_cosine")},
+            "gain": gain, "nats_per_token": of("nats")}
+
+
+def step_claims(n, sums, n_steps):
+    """What GRT's paper says of the steps, on this run; a dense model has none. (Of steps that others take than the first one
+    a difference would say little.)"""
+    claims = []
+    if n_steps > 1 and n["router"] == "none":
+        falls = change(sums["update_norm", 1], sums["update_norm", n_steps])
+        claims.append(judge("the update norm falls (last step minus first; Large: 17.6 to 6.5)", "GRT", **falls, below=0))
+    if n["improvement"]:
+        more, line = (n["improvement"][name] for name in ("hardest_minus_easiest", "r2"))
+        claims += [judge("harder tokens improve more (hardest tenth minus easiest, nats; Large: 5.02 - .49)", "GRT", **more, above=0),
+                   judge("the improvement is a straight line in the initial loss (R^2; Large: .998)", "GRT", **line, above=0.9)]
+    return claims
+
+
+def alike(run, cka, other, other_cka):
+    """The claim that the states of neighbouring steps are more alike than a dense model's layers: mean CKA of neighbours here
+    minus there."""
+    draws = cka.draws() - other_cka.draws(seed=1 if why_unpaired(run, other) else 0)
+    return judge(f"neighbouring steps are more alike than a dense model's layers (mean CKA minus that of {other.name})", "GRT",
+                 value=cka.neighbours() - other_cka.neighbours(), interval=interval(draws), above=0)
+
+
+def report_steps(runs, s):
+    """How the state moves from step to step, to whom that is worth what, and where the heads look; one picture for all runs."""
+    measured = [(run, *measure_steps(run, s)) for run in runs]
+    (first, n, cka), tables = measured[0], [(run, n) for run, n, _ in measured]
+    print(f"steps: how the state moves, on {n['windows']:,} fixed windows ({n['tokens']:,} tokens); k/L = the k-th of a dense model's L core blocks; "
+          f"means over the tokens that took a step (cosines: it and the last one)")
+    tell_unpaired(runs)
+    show_steps(tables)
+    show_improvement(tables)
+    show_heads(tables)
+    for run, other, other_cka in measured[1:]:
+        if is_plain(run.model.cfg) and not is_plain(first.model.cfg) and None not in (n["cka"]["neighbours"], other["cka"]["neighbours"]):
+            n["claims"].append(alike(first, cka, run, other_cka))
+    return {**n, "picture": draw_steps(tables), "compare": [{**identity(run), "data": data(run), **n} for run, n in tables[1:]]}
+
+
+def step_name(cfg, step):
+    return depth_name(cfg, step / cfg.n_core if is_plain(cfg) else step)
+
+
+def number(mean, form):
+    """A table's cell of {"value": ...}, or of what is not there."""
+    return "-" if mean is None else f"{mean['value']:{form}}"
+
+
+def show_steps(measured):
+    rows = []
+    for run, n in measured:
+        at = {state: i for i, state in enumerate(n["cka"]["states"])}
+        for p in n["steps"]:
+            r, gain = p["step"], p["gain"]
+            near = f"{n['cka']['matrix'][at[r - 1]][at[r]]:.3f}" if r in at and r - 1 in at else "-"
+            rows.append((run.name, step_name(run.model.cfg, r), f"{p['took']:.1%}", number(p["update_norm"], ".3f"),
+                         show_interval(p["update_norm"]["interval"], ".3f"), number(p["relative_update"], ".3f"), number(p["update_cosine"], "+.3f"),
+                         number(p["proposal_cosine"], "+.3f"), near, number(gain, "+.4f"), show_interval(gain and gain["interval"], "+.4f")))
+    show(("run", "step", "took it", "||update||", "95% interval", "/ ||state||", "cos to last", "cos of proposals", "CKA to last", "loss drop",
+          "95% interval"), rows)
+
+
+def show_improvement(measured):
+    rows = [(run.name, *(f"{tenth['improvement']:+.3f}" for tenth in n["improvement"]["tenths"]), number(n["improvement"]["r2"], ".3f"),
+             number(n["improvement"]["better"], ".1%")) for run, n in measured if n["improvement"]]
+    if rows:
+        print("what the loop (dense: the core) gains, nats: tenths of the tokens by their loss at depth 0; R^2 of a line through them; tokens that got better")
+        show(("run", "easiest", *(f"{i}" for i in range(2, TENTHS)), "hardest", "R^2", "better"), rows)
+    for run, n in measured:
+        if not n["improvement"]:
+            print(f"{run.name}: one depth only, so there is no loss at depth 0 to improve on")
+
+
+def show_heads(measured):
+    rows = [(run.name, step_name(run.model.cfg, r), *(str(step["counts"][name]) for name in HEAD_TYPES))
+            for run, n in measured for r, step in enumerate(n["heads"]["steps"], 1)]
+    if rows:
+        print(f"heads of the core by where they look: {HEAD_SHARE:.0%} or more of it on one place; broadcast: on the first token, or entropy at least "
+              f"{HEAD_SPREAD:.0%} of an even spread's")
+        show(("run", "step", *HEAD_TYPES), rows)
+    for run, n in measured:
+        if n["heads"]["why"]:
+            print(f"{run.name}: heads are left out, as with {n['heads']['why']} a step attends to a part of the tokens, or to another step's keys")
+
+
+def curve(axes, n, name, **style):
+    """A line over the steps, with its intervals."""
+    points = [(p["step"], p[name]["value"], p[name]["interval"]) for p in n["steps"] if p[name]]
+    x, y = [r for r, *_ in points], [value for _, value, _ in points]
+    (line,) = axes.plot(x, y, marker="o", markersize=4, **style)
+    if points and all(pair for *_, pair in points):
+        axes.fill_between(x, *zip(*(pair for *_, pair in points)), color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return line
+
+
+def draw_steps(measured):
+    """OUT_DIR/steps.png: how far and whither the state moves, what that gains, and how alike the states are, a map for each run."""
+    if (figure := new_figure(14, 8.5)) is None:
+        return None
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1.05))
+    norms, cosines, gains = top.subplots(1, 3)
+    for run, n in measured:
+        label = plain(f"{n['layout']} {n['update']} ({run.name})")
+        color = curve(norms, n, "relative_update", label=label).get_color()
+        curve(cosines, n, "update_cosine", color=color)
+        curve(cosines, n, "proposal_cosine", color=color, linestyle="--")
+        if n["improvement"]:
+            gains.plot(range(1, TENTHS + 1), [tenth["improvement"] for tenth in n["improvement"]["tenths"]], marker="o", markersize=4, color=color)
+    norms.set(title="How far a step moves the state", xlabel="step (dense: core block)", ylabel="||update|| / ||state||", yscale="log")
+    for style, label in (("-", "updates"), ("--", "proposals")):
+        cosines.plot([], [], style, color="grey", label=label)
+    cosines.set(title="Cosine to the step before", xlabel="step (dense: core block)")
+    gains.set(title="Improvement by tenth of the tokens", xlabel="tenth, by loss at depth 0 (10: hardest)", ylabel="loss at depth 0 minus at full depth, nats")
+    gains.axhline(0, color="black", linewidth=0.8)
+    every = [(is_plain(run.model.cfg), tenth["improvement"]) for run, n in measured if n["improvement"] for tenth in n["improvement"]["tenths"]]
+    loops = [value for dense, value in every if not dense and math.isfinite(value)]
+    if loops and max(loops) > 0:                              # a dense model's embedding alone has a loss beyond all others
+        crop(gains, [value for _, value in every], 1.5 * max(loops))
+    norms.legend(fontsize=7)
+    cosines.legend(fontsize=8, loc="lower right")
+    for axes in (norms, cosines, gains):
+        axes.grid(alpha=0.3)
+    maps = bottom.subplots(1, len(measured), squeeze=False)[0]
+    for axes, (run, n) in zip(maps, measured):
+        image = draw_cka(axes, run, n)
+    bottom.suptitle("CKA between states (0: before the core)", fontsize=12)
+    bottom.colorbar(image, ax=list(maps), shrink=0.8)
+    return save_picture(figure, measured[0][0].home / "steps.png")
+
+
+def draw_cka(axes, run, n):
+    """The heat map of a run's states, with numbers in it where there is room for them."""
+    matrix, states = np.array(n["cka"]["matrix"]), n["cka"]["states"]
+    image = axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis", origin="lower")
+    step = math.ceil(len(states) / 12)
+    axes.set(xticks=range(0, len(states), step), yticks=range(0, len(states), step), xticklabels=states[::step], yticklabels=states[::step],
+             xlabel="core block" if is_plain(run.model.cfg) else "step", ylabel="core block" if is_plain(run.model.cfg) else "step")
+    axes.set_title(plain(f"{n['layout']} {n['update']}\n" + textwrap.fill(run.name, 28, break_on_hyphens=True)), fontsize=8)
+    for i, j in np.ndindex(matrix.shape) if len(states) <= 8 else ():
+        axes.text(j, i, f"{matrix[i, j]:.2f}", ha="center", va="center", fontsize=8, color="black" if matrix[i, j] > 0.6 else "white")
+    return image
+
+
+# ------------------------------------------------------------------------------------------------------------- part: gate
+
+OPEN, SHUT = 0.05, 0.95       # a feature's gate below is open to the proposal, above it keeps the state
+TOP_VALUES = 8                # singular values that are told
+
+
+def gate_values(p):
+    """{name: for each step (its number, a value of each token (B, T), the tokens that count)}, of a gated Pass p, over the tokens
+    that took the step. g: all features alike; 1 keeps the state, 0 takes the proposal.
+
+    gate, square    mean over features of g, of g^2 (for the spread over tokens and features)     [GRT: mean .82 -> .87]
+    shut, open      share of features with g > .95, with g < .05                                   [GRT: shut 19.7% -> 28.8%]
+    openness        ||(1 - g) (o - h)|| / ||o||, h the state before: how much of a proposal gets through [GRT: .182 -> .066]"""
+    mean = lambda of: [(r, in_double(of(g_BTD)).mean(-1), took_BT) for r, (g_BTD, took_BT) in enumerate(zip(p.gates, p.took), 1)]
+    through = [(1 - g_BTD) * (o_BTD - h_BTD) for g_BTD, o_BTD, h_BTD in zip(p.gates, p.proposals, p.states)]
+    return {"gate": mean(lambda g: g), "square": mean(lambda g: in_double(g).square()),
+            "shut": mean(lambda g: g > SHUT), "open": mean(lambda g: g < OPEN),
+            "openness": [(r, x_BTD.norm(dim=-1) / o_BTD.norm(dim=-1), took_BT)
+                         for r, (x_BTD, o_BTD, took_BT) in enumerate(zip(through, p.proposals, p.took), 1)]}
+
+
+def correlation(x_N, y_N, window_N, n_windows):
+    """Pearson's, over tokens; its interval by windows, from their sums of 1, x, y, x^2, y^2, x y."""
+    x_N, y_N = x_N - x_N.mean(), y_N - y_N.mean()             # or large means would cost digits
+    counts = np.bincount(window_N, minlength=n_windows)
+    sums_5W = np.stack([np.bincount(window_N, value_N, n_windows) for value_N in (x_N, y_N, x_N * x_N, y_N * y_N, x_N * y_N)])
+    return statistic(sums_5W, counts, lambda m: (m[4] - m[0] * m[1]) / np.sqrt((m[2] - m[0] ** 2) * (m[3] - m[1] ** 2)))
+
+
+def difficulty(nats_N, open_N, window_N, n_windows):
+    """Does the gate open for hard tokens? Correlation of a token's mean of 1 - g with its loss at depth 0, and the mean of each
+    tenth of the tokens by that loss."""
+    return {**correlation(open_N, nats_N, window_N, n_windows), "tenths": [ratio(pair) for pair in in_tenths(nats_N, open_N, window_N, n_windows)]}
+
+
+def gate_weights(update):
+    """What the gate and the adapter listen to: W1's two halves, state and anchor, by their singular values and Frobenius norms
+    (before it both are normed), and the cosine between row i of W_proj's state half and row i of its anchor half, over the rows."""
+    exact = lambda linear: linear.weight.detach().cpu().double()
+    halves = dict(zip(("state", "anchor"), exact(update.gate.up).chunk(2, 1)))
+    norms = {name: half_DD.norm().item() for name, half_DD in halves.items()}
+    cos_D = F.cosine_similarity(exact(update.from_state), exact(update.from_anchor), dim=1)
+    return {"singular_values": {name: torch.linalg.svdvals(half_DD)[:TOP_VALUES].tolist() for name, half_DD in halves.items()},
+            "frobenius": {**norms, "state_over_anchor": norms["state"] / norms["anchor"] if norms["anchor"] else math.inf},
+            "projection_row_cosine": {"mean": cos_D.mean().item(), "std": cos_D.std(correction=0).item()}}
+
+
+@torch.no_grad()
+def measure_gate(run, s):
+    cfg, starts, sums, R = run.model.cfg, step_windows(run, s), Sums(), run.model.cfg.n_recur
+    there, nats, opens, tooks, counts = [], [], [], [], np.zeros((R, BINS), int)
+    for ids_BT, targets_BT in batches(run, starts):
+        with run.autocast:
+            p = taken_apart(run.model, ids_BT)
+            nats.append(token_nats(run.model, p.features(p.states[0]), targets_BT).numpy())
+        there.append((targets_BT != -100).cpu().numpy())
+        for name, values in gate_values(p).items():
+            for r, x_BT, in_BT in values:
+                sums.add(name, r, x_BT, in_BT)
+        for r, (g_BTD, took_BT) in enumerate(zip(p.gates, p.took)):
+            counts[r] += torch.bincount(bins(g_BTD[took_BT].flatten()), minlength=BINS).cpu().numpy()
+        opens.append(torch.stack([1 - in_double(g_BTD).mean(-1) for g_BTD in p.gates]).cpu().numpy())
+        tooks.append(torch.stack(p.took).cpu().numpy())
+    in_WT, nats_WT, open_RWT, took_RWT = np.concatenate(there), np.concatenate(nats), np.concatenate(opens, 1), np.concatenate(tooks, 1)
+    hard = lambda open_WT, in_WT: difficulty(nats_WT[in_WT], open_WT[in_WT], in_WT.nonzero()[0], len(in_WT)) if in_WT.any() else None
+    steps_WT = took_RWT.sum(0)
+    whole_WT = (open_RWT * took_RWT).sum(0) / np.maximum(1, steps_WT)
+    steps = [{**gate_numbers(sums, r), "histogram": counts[r - 1].tolist(), "difficulty": hard(open_RWT[r - 1], in_WT & took_RWT[r - 1])}
+             for r in range(1, R + 1)]
+    return {"windows": len(in_WT), "tokens": int(in_WT.size), "layout": cfg.layout, "router": cfg.router, "used": used(cfg, depth=[0, R]), "steps": steps,
+            "difficulty": hard(whole_WT, in_WT & (steps_WT > 0)), "weights": gate_weights(run.model.recursion.update), "claims": gate_claims(cfg, sums, R)}
+
+
+def gate_numbers(sums, r):
+    """std: over tokens and features of one step."""
+    mean = {name: number_of(sums[name, r]) for name in ("gate", "shut", "open", "openness")}
+    return {"step": r, **mean, "std": math.sqrt(max(0.0, ratio(sums["square", r]) - mean["gate"]["value"] ** 2))}
+
+
+def gate_claims(cfg, sums, R):
+    """What GRT's paper says of the gate, on this run: the last step minus the first, where the same tokens take both."""
+    rises = lambda name, **side: change(sums[name, 1], sums[name, R]) | side
+    return [judge("the gate's mean rises (last step minus first; Large: .82 to .87)", "GRT", **rises("gate", above=0)),
+            judge("the share of g > .95 rises (the same; Large: .197 to .288)", "GRT", **rises("shut", above=0)),
+            judge("openness falls (the same; Large: .182 to .066)", "GRT", **rises("openness", below=0))] if R > 1 and cfg.router == "none" else []
+
+
+def report_gate(runs, s):
+    """What the gate keeps, step by step, whom it opens for, and what it listens to: every gated run; one picture."""
+    for run in runs:
+        if run.model.cfg.update != "gate":
+            print(f"note: {run.name} has no gate, so it has no part in what follows", file=sys.stderr)
+    measured = [(run, measure_gate(run, s)) for run in runs if run.model.cfg.update == "gate"]
+    n = measured[0][1]
+    print(f"gate: g = 1 keeps the state, 0 takes the proposal, on {n['windows']:,} fixed windows ({n['tokens']:,} tokens); openness = ||(1-g)(o-h)|| / ||o||; "
+          f"r: correlation of a token's mean 1-g with its loss at depth 0")
+    tell_unpaired([run for run, _ in measured])
+    show_gate(measured)
+    return {**n, "picture": draw_gate(measured), "compare": [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]}
+
+
+def show_gate(measured):
+    show(("run", "step", "mean g", "95% interval", "std", f"g > {SHUT:g}", f"g < {OPEN:g}", "openness", "95% interval", "r", "95% interval"),
+         [(run.name, str(p["step"]), number(p["gate"], ".4f"), show_interval(p["gate"]["interval"], ".4f"), f"{p['std']:.4f}",
+           number(p["shut"], ".1%"), number(p["open"], ".1%"), number(p["openness"], ".4f"), show_interval(p["openness"]["interval"], ".4f"), number(p["difficulty"], "+.3f"),
+           show_interval(p["difficulty"] and p["difficulty"]["interval"], "+.3f")) for run, n in measured for p in n["steps"]])
+    print("mean 1-g over the steps that a token took: tenths of the tokens by their loss at depth 0")
+    show(("run", "easiest", *(f"{i}" for i in range(2, TENTHS)), "hardest", "r", "95% interval"),
+         [(run.name, *(f"{value:.4f}" for value in n["difficulty"]["tenths"]), number(n["difficulty"], "+.3f"),
+           show_interval(n["difficulty"]["interval"], "+.3f")) for run, n in measured if n["difficulty"]])
+    for run, n in measured:
+        w = n["weights"]
+        values = ", ".join(f"{name} {' '.join(f'{value:.2f}' for value in w['singular_values'][name][:4])} ..." for name in ("state", "anchor"))
+        print(f"{run.name}: W1's halves by their singular values: {values}; Frobenius, state over anchor {w['frobenius']['state_over_anchor']:.3f}; "
+              f"W_proj: cosine of its halves' rows {w['projection_row_cosine']['mean']:+.3f} +- {w['projection_row_cosine']['std']:.3f}")
+
+
+def draw_gate(measured):
+    """OUT_DIR/gate.png: the first run's gates in each step; mean and openness by step and difficulty, a line for each run."""
+    if (figure := new_figure(13, 8)) is None:
+        return None
+    (spread, means), (opens, hard) = figure.subplots(2, 2)
+    from matplotlib import colormaps
+    (run, n), edges = measured[0], np.linspace(0, 1, BINS + 1)
+    for p in n["steps"]:
+        total = max(1, sum(p["histogram"]))
+        color = colormaps["viridis"](0.9 * (p["step"] - 1) / max(1, len(n["steps"]) - 1))
+        spread.stairs([count / total for count in p["histogram"]], edges, label=f"step {p['step']}", color=color)
+    spread.set(title=plain(f"Gates of all features and tokens ({run.name})"), xlabel="g", ylabel="share", xlim=(0, 1), yscale="log")
+    spread.legend(fontsize=8, loc="upper left")
+    for run, n in measured:
+        color = curve(means, n, "gate", label=plain(f"{n['layout']} ({run.name})")).get_color()
+        curve(means, n, "shut", color=color, linestyle="--")
+        curve(opens, n, "openness", color=color)
+        if n["difficulty"]:
+            hard.plot(range(1, TENTHS + 1), n["difficulty"]["tenths"], marker="o", markersize=4, color=color)
+    means.plot([], [], "--", color="grey", label=f"share of g > {SHUT:g}")
+    means.set(title="Mean gate", xlabel="step", ylim=(-0.03, 1.03))
+    means.legend(fontsize=8)
+    opens.set(title="Openness: how much of a proposal gets through", xlabel="step", ylabel="||(1-g)(o-h)|| / ||o||", ylim=(0, None))
+    hard.set(title="Does the gate open for hard tokens?", xlabel="tenth of the tokens, by loss at depth 0 (10: hardest)", ylabel="mean 1-g")
+    for axes in (spread, means, opens, hard):
+        axes.grid(alpha=0.3)
+    return save_picture(figure, measured[0][0].home / "gate.png")
 
 
 # ------------------------------------------------------------------------------------------------------------- part: exit
@@ -497,7 +1310,8 @@ def measure_exit(run, s):
     if s.exit_tokens:
         time_exits(run, starts, points, s.exit_tokens)
     fits = {rule: fit_line([p for p in points if p["rule"] == rule]) for rule in rules if s.exit_tokens}
-    return {"windows": len(starts), "layout": run.model.cfg.layout, "points": points, "fits": fits}
+    tried = {name: list(dict.fromkeys(p[key] for p in points)) for name, key in (("exit", "rule"), ("exit_threshold", "threshold"))}
+    return {"windows": len(starts), "layout": run.model.cfg.layout, "used": used(run.model.cfg, **tried), "points": points, "fits": fits}
 
 
 def report_exit(runs, s):
@@ -737,6 +1551,7 @@ def measure_router(run, s):
     causal = tallies["causal"]
     numbers = {"router": cfg.router, "layout": cfg.layout, "windows": len(counts), "tokens": int(counts.sum()), "block_size": cfg.block_size,
                **causal.numbers(counts), "classes": by_class(causal.depth_WT, class_WT, cfg.n_recur)}
+    numbers["kv"] = measure_kv(run, starts) if cfg.n_recur > 1 else None
     return numbers | (token_numbers if cfg.router == "token" else expert_numbers)(cfg, tallies, counts, p_counts)
 
 
@@ -751,7 +1566,7 @@ def expert_numbers(cfg, tallies, counts, p_counts):
     choices = [step for step in range(cfg.n_recur) if cfg.capacities[step] < 1 and asks]
     dead_T = (best.depth_WT < cfg.n_recur).all(0)
     dial = {cfg.threshold: causal, **{way: tally for way, tally in tallies.items() if not isinstance(way, str)}} if asks else {}
-    return {"threshold": cfg.threshold if asks else None, "capacities": cfg.capacities,
+    return {"threshold": cfg.threshold if asks else None, "used": used(cfg, routing=["causal", "topk", "lot"], threshold=sorted(dial)), "capacities": cfg.capacities,
             "topk": {"causal": False, **best.numbers(counts), "minus_causal": best.minus(causal, counts)},
             "lot": {**lot.numbers(counts), "minus_topk": lot.minus(best, counts), "minus_causal": lot.minus(causal, counts)},
             "accuracy": {"pooled": agreement(best.yes_counts[choices].sum(0)), "steps": {step: agreement(best.yes_counts[step]) for step in choices}},
@@ -776,8 +1591,10 @@ def report_router(runs, s):
     show_thresholds(measured)
     for run, n in measured:
         show_classes(run, n)
+    show_kv(measured)
     others = [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]
-    return {**measured[0][1], "picture": draw_router(measured), "compare": others}
+    claims = kv_claims(measured[0][1]["kv"]) if measured[0][1]["kv"] else []
+    return {**measured[0][1], "claims": claims, "picture": draw_router(measured), "compare": others}
 
 
 def show_choices(measured):
@@ -920,6 +1737,334 @@ def draw_classes(axes, run, n):
     axes.legend(title="depth", fontsize=8, loc="center left", bbox_to_anchor=(1.1, 0.5))
 
 
+# ---------------------------------------------------------------------------------------- part: router, K and V by step
+
+
+def kv_by_step(model, ids_BT):
+    """Yield {("K" or "V", core block): (B, T, width)} for each step of a pass at full depth: what keys and values are made of,
+    before the rotary turn. NaN where a token took no such step, or the step made none (kv=share: those of step 0 serve all)."""
+    cfg, cache, noise, heard = model.cfg, no_cache(model.cfg), Silence(), {}
+    linears = {(name, j): part for j, block in enumerate(model.recursion.core) for name, part in (("K", block.attention.key), ("V", block.attention.value))}
+    hooks = [part.register_forward_hook(lambda part, args, x_ACW: heard.__setitem__(part, at_least_fp32(x_ACW))) for part in linears.values()]
+    try:
+        e_BTD, outer = model.start(ids_BT, cache, routing="causal")
+        watch, (h_BTD, anchor, who) = AtEnd(model, outer, cache), model.recursion.enter(e_BTD, outer, cfg.n_recur, noise)
+        for step in range(cfg.n_recur):
+            heard.clear()
+            inside, (h_BTD, who) = who, model.recursion.step(h_BTD, anchor, who, step, noise, cache, watch)
+            nothing_BTW = torch.full((*ids_BT.shape, model.recursion.core[0].attention.key.out_features), math.nan, device=ids_BT.device)
+            yield {where: inside.put(nothing_BTW, heard[part]) if part in heard else nothing_BTW for where, part in linears.items()}
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def walk_kv(run, starts):
+    """{("K" or "V", "norm" or "cosine", step, core block): (sum of each window, tokens of each window)}; cosine: between a
+    token's at this step and at the next."""
+    rows = {}
+    for ids_BT, _ in batches(run, starts):
+        before = {}
+        with run.autocast:
+            for step, made in enumerate(kv_by_step(run.model, ids_BT)):
+                seen = {(name, "norm", step, j): x_BTW.double().norm(dim=-1) for (name, j), x_BTW in made.items()}
+                seen |= {(name, "cosine", step - 1, j): F.cosine_similarity(x_BTW.double(), made[name, j].double(), dim=-1) for (name, j), x_BTW in before.items()}
+                for where, value_BT in seen.items():
+                    rows.setdefault(where, []).append(torch.stack([value_BT.nansum(1), value_BT.isfinite().sum(1)]).cpu())
+                before = made
+    return {where: torch.cat(pieces, 1).numpy() for where, pieces in rows.items()}
+
+
+def measure_kv(run, starts):
+    """Mean norm of K and V at each step, and mean cosine to the same token's at the next step, over the tokens that took both:
+    for each core block, over the blocks (`by_step`), and over the steps too (`all`). A cosine of whole vectors, all heads
+    together, as MoR's appendix compares them to say that recursions can share. V_minus_K: of the cosines, over equal tokens."""
+    cfg, rows = run.model.cfg, walk_kv(run, starts)
+    pooled = lambda name, what, steps: sum(rows[name, what, step, j] for step in steps for j in range(cfg.n_core))
+    record = {name: {what: {"blocks": [[mean_of(rows[name, what, step, j]) for j in range(cfg.n_core)] for step in range(n)],
+                            "by_step": [mean_of(pooled(name, what, [step])) for step in range(n)]}
+                     for what, n in (("norm", cfg.n_recur), ("cosine", cfg.n_recur - 1))} for name in "KV"}
+    both = {name: pooled(name, "cosine", range(cfg.n_recur - 1)) for name in "KV"}
+    for name, (sums_W, n_W) in both.items():
+        record[name]["cosine"]["all"] = {"value": mean_of(both[name]), "interval": interval(bootstrap(sums_W, n_W)) if n_W.all() else None}
+    (k_W, n_W), (v_W, others_W) = both["K"], both["V"]
+    equal = n_W.all() and (n_W == others_W).all()             # not where the steps share one of the two
+    return {"kv": cfg.kv, **record, "V_minus_K": paired(v_W, k_W, n_W) if equal else None}
+
+
+def mean_of(row):
+    """Of (sums, counts); None: there is nothing to have a mean."""
+    sums_W, n_W = row
+    return float(sums_W.sum() / n_W.sum()) if n_W.sum() else None
+
+
+def kv_claims(n):
+    """MoR shares K and V between recursions because they are much alike there, and finds values harder to share. It sets no bar
+    for a cosine: .9 is ours."""
+    alike, less = "{} of neighbouring steps point the same way (mean cosine; the bar is ours)", n["V_minus_K"]
+    claims = [judge(alike.format(word), "MoR", *n[name]["cosine"]["all"].values(), above=0.9)
+              for name, word in (("K", "keys"), ("V", "values")) if n[name]["cosine"]["all"]["value"] is not None]
+    return claims + ([judge("values are harder to share than keys (cosine of values minus that of keys)", "MoR", *less.values(), below=0.0)] if less else [])
+
+
+def show_kv(measured):
+    print("K and V of the core before the rotary turn: mean norm at each step, and mean cosine to the same token's at the next step")
+    number = lambda row, step: "-" if step >= len(row) or row[step] is None else f"{row[step]:.3f}"
+    show(("run", "step", "norm K", "norm V", "cosine K", "cosine V"),
+         [(run.name, str(step), *(number(n["kv"][name][what]["by_step"], step) for what in ("norm", "cosine") for name in "KV"))
+          for run, n in measured if n["kv"] for step in range(n_steps(n))])
+
+
+# ------------------------------------------------------------------------------------------------------------- part: page
+
+TEMPLATE = Path(__file__).resolve().parent / "assets" / "depth.html"
+PASSAGE = 1024                # tokens on the page, from the start of the validation split
+GLANCE = 280                  # of them in the terminal
+SHADES = 65                   # of a ramp of colours
+COLUMNS = 100                 # of the terminal
+
+
+class Passage(NamedTuple):
+    """A text and what each of its tokens came to. The loss of a token is that of predicting it from those before it; so the
+    first has none (NaN). Its steps are those that it takes itself, once it is there."""
+    id_N: torch.Tensor
+    nats_RN: torch.Tensor         # after each of exit_depths(cfg)
+    likeliest_RN: torch.Tensor    # the id that stood highest there instead
+    p_RN: torch.Tensor            # its probability
+    steps_N: torch.Tensor         # as it decides for itself (causal) at full depth
+
+
+def passage_windows(split):
+    """(ids, targets), (W, T) each: windows side by side from the start of the split. Between windows the context begins anew."""
+    T = min(split.width - 1, PASSAGE)
+    n = max(1, min(PASSAGE, split.n_tokens - 1) // T)
+    id_N = torch.from_numpy(split.read(0, n * T + 1))
+    return id_N[:-1].view(n, T), id_N[1:].view(n, T)
+
+
+@torch.no_grad()
+def read_passage(run):
+    told, steps, (ids_WT, targets_WT) = [], [], passage_windows(run.split)
+    for ids_BT, targets_BT in zip(ids_WT.to(run.device).split(run.batch_size), targets_WT.to(run.device).split(run.batch_size)):
+        with run.autocast:
+            features = features_at(run.model, ids_BT, exit_depths(run.model.cfg))
+            told.append(torch.stack([predict(run.model, x_BTD, targets_BT) for x_BTD in features]))
+            steps.append(full_pass(run.model, ids_BT)[1].flatten().cpu())
+    first_R31 = torch.tensor([math.nan, 0, 0], dtype=torch.float64).view(1, 3, 1).expand(len(told[0]), 3, 1)
+    nats_RN, likeliest_RN, p_RN = torch.cat([first_R31, *told], 2)[..., :-1].unbind(1)         # what is predicted stands one place on
+    return Passage(ids_WT.flatten(), nats_RN, likeliest_RN.long(), p_RN, torch.cat(steps))
+
+
+def predict(model, x_BTD, targets_BT):
+    """(nats of each target, the likeliest token there, its probability) as (3, B x T), float64 on the CPU; few logits at a time."""
+    n, pieces = max(1, LOGITS // model.cfg.vocab_size), []
+    for x_nD, target_n in zip(x_BTD.flatten(0, 1).split(n), targets_BT.flatten().split(n)):
+        log_nV = at_least_fp32(model.head(x_nD)).log_softmax(-1)
+        best_n, id_n = log_nV.max(-1)
+        pieces.append(torch.stack([-log_nV.gather(1, target_n[:, None])[:, 0].double(), id_n.double(), best_n.double().exp()]).cpu())
+    return torch.cat(pieces, 1)
+
+
+def token_text(tokenizer, token):
+    """A token's text: U+FFFD for bytes that are no character by themselves, '' for an id that the tokenizer does not have."""
+    try:
+        return tokenizer.decode_single_token_bytes(token).decode("utf-8", "replace")
+    except KeyError:                                          # the table is longer than the tokenizer's
+        return ""
+
+
+def stand_in(c):
+    """One visible character in place of one that is none."""
+    if c.isprintable():
+        return c
+    return {"\n": "↵", "\t": "→", "\x7f": "␡"}.get(c) or (chr(0x2400 + ord(c)) if c < " " else " " if c.isspace() else "\ufffd")
+
+
+def token_name(tokenizer, token):
+    """A token as one can read it alone: spaces and line ends are seen, a byte that is no character has its number."""
+    if not (text := token_text(tokenizer, token)):
+        return f"id {token}"
+    raw = tokenizer.decode_single_token_bytes(token)
+    return f"byte {raw.hex()}" if text == "\ufffd" and len(raw) == 1 else "".join(map(stand_in, text)).replace(" ", "␣")
+
+
+def as_html(text):
+    """Text that can do nothing in a page but be read; line ends and tabs stay, small marks show where they are."""
+    mark = lambda c: f"<i>{stand_in(c)}</i>{c if c in (chr(10), chr(9)) else ''}"
+    return "".join(html.escape(c) if c.isprintable() else mark(c) for c in text)
+
+
+def as_json(record):
+    """JSON that no text in it can end: in a script element `</script>` and `<!--` would."""
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
+
+
+# OKLab to the cube roots of cone responses, and those to linear sRGB  [Ottosson 2020]
+TO_CONES = np.array([[1, 0.3963377774, 0.2158037573], [1, -0.1055613458, -0.0638541728], [1, -0.0894841775, -1.2914855480]])
+FROM_CONES = np.array([[4.0767416621, -3.3077115913, 0.2309699292], [-1.2684380046, 2.6097574011, -0.3413193965], [-0.0041960863, -0.7034186147, 1.7076147010]])
+
+
+def shade(x, dark):
+    """(red, green, blue), each in 0..1: x in 0..1 goes from close to the paper to far from it. In OKLCH, in
+    which equal steps of lightness look equal; the hues are those from yellow over green to violet."""
+    L, C, h = (0.25 + 0.65 * x, 0.03 + 0.11 * x, 300 - 195 * x) if dark else (0.97 - 0.57 * x, 0.03 + 0.10 * x, 105 + 195 * x)
+    a, b = C * math.cos(math.radians(h)), C * math.sin(math.radians(h))
+    linear = (FROM_CONES @ (TO_CONES @ (L, a, b)) ** 3).clip(0, 1)
+    return np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+
+
+def ink_on(rgb):
+    """Black or white, whichever stands out more (WCAG: at least 4.58 to 1, whatever the colour)."""
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return "#000" if linear @ (0.2126, 0.7152, 0.0722) > 0.179 else "#fff"
+
+
+def ramp(dark):
+    """[(background, ink)] from 0 to 1."""
+    colors = [shade(i / (SHADES - 1), dark) for i in range(SHADES)]
+    return [("#" + "".join(f"{round(255 * c):02x}" for c in rgb), ink_on(rgb)) for rgb in colors]
+
+
+def finite(values):
+    """Numbers as JSON can hold them."""
+    return [round(value, 4) if math.isfinite(value) else None for value in values]
+
+
+def page_data(run, passage):
+    """All that the page shows, as plain lists; what depends on depth has one list for each place of the slider."""
+    cfg, depths, blocks = run.model.cfg, exit_depths(run.model.cfg), is_plain(run.model.cfg)
+    used = torch.cat([passage.id_N, passage.likeliest_RN.flatten()]).unique()
+    places = [round(depth * cfg.n_core) if blocks else depth for depth in depths]
+    index = lambda ids: torch.searchsorted(used, ids).tolist()
+    deepest, known = cfg.n_core if blocks else cfg.n_recur, passage.nats_RN[:, 1:]
+    usual = known[1 if len(depths) > 2 else 0 :]              # depth 0 is far off the rest, and would pale it
+    return {"names": [token_name(run.tokenizer, token) for token in used.tolist()], "ids": index(passage.id_N),
+            "unit": "block" if blocks else "depth", "places": places, "labels": [depth_name(cfg, depth) for depth in depths],
+            "full": places.index(deepest), "said": [said(place, deepest, blocks) for place in places],
+            "training": [training_at(cfg, depth) for depth in depths], "n_recur": cfg.n_recur,
+            "nats": [finite(row) for row in passage.nats_RN.tolist()], "means": finite(known.mean(1).tolist()), "top_nats": top_of(usual),
+            "top": [index(row) for row in passage.likeliest_RN], "p": [finite(row) for row in passage.p_RN.tolist()],
+            "steps": passage.steps_N.tolist() if cfg.router != "none" else None, "ramp": {"light": ramp(False), "dark": ramp(True)}}
+
+
+def said(place, deepest, blocks):
+    """A place of the slider in words."""
+    if blocks:
+        return f"After {place} of {deepest} core blocks"
+    return f"At depth {place} of {deepest}" if place <= deepest else f"At depth {place}, beyond {deepest}"
+
+
+def top_of(nats):
+    """Where a scale of losses ends: few are above."""
+    seen = nats[nats.isfinite()]
+    return max(1.0, math.ceil(2 * float(seen.quantile(0.97))) / 2) if len(seen) else 1.0
+
+
+def fill_page(run, passage, data):
+    cfg, escape = run.model.cfg, html.escape
+    texts = {token: as_html(token_text(run.tokenizer, token)) for token in set(passage.id_N.tolist())}
+    kind = cfg.update if cfg.router == "none" else f"{cfg.router}-choice router" + f" on a {cfg.update}" * (cfg.update != "replace")
+    facts = [f"{cfg.layout} {kind}", f"step {run.state['step']:,}", f"data {run.dataset} ({run.meta['tokenizer']} {run.meta['fingerprint']})",
+             f"the first {len(passage.id_N):,} tokens of the validation split, {min(cfg.block_size, PASSAGE):,} at a time", f"commit {commit()}"]
+    ticks = (f'<option value="{place}" label="{place}"{" class=beyond" * (training == "never trained")}></option>'
+             for place, training in zip(data["places"], data["training"]))
+    slots = {"title": escape(f"{run.name}: a text at every depth"), "facts": escape(" · ".join(facts)), "data": as_json(data),
+             "passage": "".join(f"<span>{texts[token]}</span>" for token in passage.id_N.tolist()), "ticks": "".join(ticks),
+             "first": data["places"][0], "last": data["places"][-1], "full": data["places"][data["full"]],
+             "one_view": " hidden" * (data["steps"] is None), "one_depth": " disabled" * (len(data["places"]) == 1),
+             "slider": f"Depth: {'core blocks' if data['unit'] == 'block' else 'steps'} before the next token is predicted"}
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: str(slots[slot[1]]), TEMPLATE.read_text("utf-8"))
+
+
+def paints():
+    """How the terminal takes colours: '' (none), '256' or 'true'. https://no-color.org"""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return ""
+    return "true" if os.environ.get("COLORTERM") in ("truecolor", "24bit") else "256"
+
+
+def painted(text, x, how):
+    """Text on the colour of x, as a terminal takes it."""
+    rgb = shade(min(1, max(0, x)), dark=True)
+    levels = [f"{round(255 * c)}" for c in rgb]
+    nearest = [int(np.abs(np.array([0, 95, 135, 175, 215, 255]) - 255 * c).argmin()) for c in rgb]
+    back = ";".join(["2", *levels]) if how == "true" else f"5;{16 + 36 * nearest[0] + 6 * nearest[1] + nearest[2]}"
+    return f"\x1b[38;5;{16 if ink_on(rgb) == '#000' else 231};48;{back}m{text}\x1b[0m"
+
+
+def glance(run, passage, data, how):
+    """Lines for the terminal: the start of the passage, by steps where there is a router, else by loss at some depths. In
+    colour one view after the other; without, each line of text stands over a line of digits for each view, 9 for all above."""
+    names = ["".join(map(stand_in, token_text(run.tokenizer, token))) for token in passage.id_N[:GLANCE].tolist()]
+    few = sorted({*range(min(3, data["full"])), data["full"]})
+    views = [(f"steps taken, of {data['n_recur']}", "steps", data["steps"], data["n_recur"])] if data["steps"] else [
+        (f"{data['said'][at]}: {show_nats(data['means'][at])} nats per token", str(data["places"][at]), data["nats"][at], data["top_nats"]) for at in few]
+    if how:
+        for title, _, values, top in views:
+            scale = range(top + 1) if data["steps"] else np.linspace(0, top, 5)
+            yield f"{title}  " + "".join(painted(f" {value:g} ", value / top, how) for value in scale)
+            yield from colored(names, values, top, how)
+    else:
+        yield from (f"{label}: {title[:1].lower()}{title[1:]}" for title, label, *_ in views)
+        yield from numbered(names, {label: values for _, label, values, _ in views})
+
+
+def show_nats(value):
+    return "-" if value is None else f"{value:.3f}"
+
+
+def colored(names, values, top, how):
+    for line in rows_of(names):
+        yield "".join(names[i] if values[i] is None else painted(names[i], values[i] / top, how) for i in line)
+
+
+def numbered(names, views):
+    digit = lambda values, i: " " if values[i] is None or not names[i] else str(min(9, round(values[i])))
+    for line in rows_of(names):
+        yield " " * 7 + "".join(names[i] for i in line)
+        for label, values in views.items():
+            yield f"{label:>5}  " + "".join(digit(values, i).ljust(len(names[i])) for i in line).rstrip()
+
+
+def rows_of(names):
+    """Which tokens stand on each line: a line ends where the text's does, and before it is too long."""
+    line, width = [], 0
+    for i, name in enumerate(names):
+        if line and (width + len(name) > COLUMNS or names[i - 1].endswith("↵")):
+            yield line
+            line, width = [], 0
+        line.append(i)
+        width += len(name)
+    if line:
+        yield line
+
+
+def report_page(runs, s):
+    """OUT_DIR/depth.html: a passage of validation text, each token coloured by its steps or its loss at every depth; the start of it here."""
+    run = runs[0]
+    passage = read_passage(run)
+    data = page_data(run, passage)
+    how, encoding = paints(), sys.stdout.encoding or "utf-8"
+    print(f"page: the start of the validation split, {'coloured' if how else 'a digit under each token'}")
+    for line in glance(run, passage, data, how):
+        print(line.encode(encoding, "replace").decode(encoding))
+    return {"page": save_page(run.home / "depth.html", fill_page(run, passage, data)), "tokens": len(passage.id_N),
+            "window": min(run.model.cfg.block_size, PASSAGE), "depths": exit_depths(run.model.cfg), "nats_per_token": data["means"],
+            "mean_depth": float(passage.steps_N.double().mean()), "used": used(run.model.cfg, depth=exit_depths(run.model.cfg))}
+
+
+def save_page(path, text):
+    """Its path; None, and why, where it could not be written."""
+    try:
+        write_whole(path, lambda file: file.write(text.encode("utf-8")))
+        print(f"page: {path} (open it in a browser)")
+        return str(path)
+    except UserError as error:                                # the numbers are worth more than the page
+        print(f"note: no page: {error}", file=sys.stderr)
+
+
 # ------------------------------------------------------------------------------------------------------- tables, the record
 
 
@@ -966,22 +2111,77 @@ def guesses_of(runs, groups):
             for name, share, by in prepare.guess_rows(run.meta)]
 
 
-# A part takes the runs, the first one in front, and the settings; it prints and returns its record.
-PARTS = {"loss": report_loss, "depth": report_depth, "exit": report_exit, "router": report_router, "answers": report_answers}
+class Part(NamedTuple):
+    """A part of the evaluation. Its record may hold "claims" (see there), and "used" where that is not what used() says."""
+    report: Callable                                          # (runs, the first one in front; settings) -> its record; prints
+    lacks: Callable = lambda run: ""                          # why this run has nothing for the part; "": it has
+    unnamed: Callable = lambda run: True                      # whether it runs where no part is named
+
+
+PARTS = {
+    "loss": Part(report_loss),
+    "depth": Part(report_depth),
+    "steps": Part(report_steps),
+    "gate": Part(report_gate, lambda run: f"{run.name} has no gate" * (run.model.cfg.update != "gate")),
+    "exit": Part(report_exit, lambda run: "" if rules_of(run.model)[0] else f"{run.name}: {rules_of(run.model)[1]}",
+                 lambda run: run.model.cfg.router == "none"),
+    "router": Part(report_router, lambda run: f"{run.name} has no router" * (run.model.cfg.router == "none")),
+    "answers": Part(report_answers, lambda run: f"data set {run.dataset!r} of {run.name} asks for no answers" * ("row" not in run.meta)),
+    "page": Part(report_page, lambda run: f"data set {run.dataset!r} of {run.name} is no text" * ("row" in run.meta)),
+}
 
 
 def parts_for(words, run):
     """The parts to run: those named, else all that the run has something for."""
-    routed = run.model.cfg.router != "none"
-    if "router" in words and not routed:
-        raise UserError(f"{run.name} has no router, so there is nothing for the part router; name a routed run with --out_dir=, or leave the part out")
-    rules, why = rules_of(run.model)
-    if "exit" in words and not rules:
-        raise UserError(f"{run.name}: {why}; name another run with --out_dir=, or leave the part out")
-    has = {"router": routed, "exit": bool(rules) and not routed, "answers": "row" in run.meta}
-    if not words and not routed:
-        print(f"note: {run.name} has no router: the part router is left out", file=sys.stderr)
-    return list(dict.fromkeys(words or [name for name in PARTS if has.get(name, True)]))
+    why = {name: part.lacks(run) for name, part in PARTS.items()}
+    for name in words:
+        if why[name]:
+            raise UserError(f"{why[name]}, so there is nothing for the part {name}; name another run with --out_dir=, or leave the part out")
+    if left := [f"{name} ({reason})" for name, reason in why.items() if reason and not words]:
+        print(f"note: left out: {', '.join(left)}", file=sys.stderr)
+    return list(dict.fromkeys(words or [name for name, part in PARTS.items() if not why[name] and part.unnamed(run)]))
+
+
+def used(cfg, **changes):
+    """How a part ran the model: full depth, its own routing and threshold, nobody leaving early; unless the part says otherwise."""
+    return {"depth": cfg.n_recur, "routing": None if cfg.router == "none" else "causal", "threshold": cfg.threshold if cfg.router == "expert" else None,
+            "exit": None, "exit_threshold": None, **changes}
+
+
+def made_from(run, s, device, dtype):
+    """Everything that a number may depend on beside the checkpoint."""
+    return {"commit": commit(), "python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__, "platform": platform.platform(),
+            "device": str(device), "dtype": dtype, "data": data(run), "settings": {"parts": s.words, **s.values}, "used": used(run.model.cfg)}
+
+
+class Above:
+    """Standard output while bars are drawn on the same terminal: whole lines, and the bars step aside for each."""
+
+    def __init__(self, stream):
+        self.stream, self.line = stream, ""
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self.line += text
+        if text.endswith("\n"):
+            with tqdm.external_write_mode(sys.stderr):
+                self.stream.write(self.line)
+                self.stream.flush()
+            self.line = ""
+        return len(text)
+
+
+def run_parts(names, runs, s):
+    """{name: its record}, with a bar over the whole of it on a terminal."""
+    with tqdm(names, desc="evaluation", unit="part", disable=None) as bar:
+        records, out = {}, sys.stdout if bar.disable else Above(sys.stdout)
+        for name in bar:
+            bar.set_postfix_str(name)
+            with contextlib.redirect_stdout(out):
+                records[name] = PARTS[name].report(runs, s)
+        return records
 
 
 def show(head, rows):
@@ -1015,6 +2215,8 @@ def save(path, record):
 
 
 def parse(argv):
+    alone = lambda word, after: word == "--full" and (after.startswith("--") or after in PARTS)               # --full is --full=true
+    argv = [word + "=true" * alone(word, after) for word, after in zip(argv, [*argv[1:], "--"])]
     s = config.parse(argv, [EvalConfig], __doc__, words=("", len(argv)))
     for word in s.words:
         if word not in PARTS:
@@ -1037,13 +2239,13 @@ def main(argv):
     s.values["dtype"] = s.dtype or states[0]["settings"]["dtype"]
     device, dtype, autocast = pick_device(s)
     runs = [open_run(folder, state, s, device, autocast) for folder, state in zip(folders, states)]
-    names = parts_for(s.words, runs[0])
-    made = {"commit": commit(), "torch": str(torch.__version__), "python": platform.python_version(), "device": str(device), "dtype": dtype,
-            "data": data(runs[0])}
+    names, made = parts_for(s.words, runs[0]), made_from(runs[0], s, device, dtype)
     for run in runs:
         cfg = run.model.cfg
         print(f"{run.name}: {cfg.layout} update={cfg.update}, step {run.state['step']}, data {run.split.path}; {device} {dtype}", file=sys.stderr)
-    parts = {name: {**made, **PARTS[name](runs, s)} for name in names}
+    parts = {name: {**made, **record} for name, record in run_parts(names, runs, s).items()}
+    if claims := [claim for part in parts.values() for claim in part.get("claims", ())]:
+        show_claims(runs[0], claims)
     record = {**identity(runs[0]), "parts": parts}
     record = json.loads(json.dumps(record), parse_constant=str)                 # JSON has no NaN: it becomes a word
     print(json.dumps(record), flush=True)

@@ -357,6 +357,12 @@ def generator(seed, device="cpu"):
     return torch.Generator(device).manual_seed(seed)
 
 
+@functools.cache
+def constant(numbers, device, dtype):
+    """A tuple of numbers as a tensor, sent to the device once: a GPU would be waited for each time, and no CUDA graph could hold it."""
+    return torch.tensor(numbers, device=device, dtype=dtype)
+
+
 def make_norm(cfg, width=None):
     return KINDS[cfg.block].norm(cfg, width or cfg.n_embd)
 
@@ -396,7 +402,7 @@ class Rotary(nn.Module):
 
     def tables(self, position_BT):
         """cos and signed sin, (B or 1, T, 1, K) in float32; made once per forward, used by every block of every step."""
-        angle = position_BT[..., None, None] * torch.tensor(self.turns, device=position_BT.device)
+        angle = position_BT[..., None, None] * constant(tuple(self.turns), position_BT.device, torch.get_default_dtype())
         return angle.cos(), angle.sin()
 
 
@@ -416,17 +422,21 @@ def rotate(x, cos, sin):
 
 class Window(NamedTuple):
     """The places that a call's (or a step's) new tokens take in their rows, and what their queries may see."""
-    place_C: torch.Tensor | None         # place of each real new token; None: nothing is written, this step reads alone
-    real_C: torch.Tensor | None          # which of the A x T new tokens those are; None: all of them
-    mask_A1TS: torch.Tensor | None       # what a query sees of its row's first S places; None: all of them
-    n_seen: int                          # S
-    n_rows: int                          # of the cache
-    row_A: list | None                   # the rows that take part; None: all rows, in order
+    place_C: torch.Tensor | None = None  # place of each real new token; None: nothing is written, this step reads alone
+    real_C: torch.Tensor | None = None   # which of the A x T new tokens those are; None: all of them
+    mask_A1TS: torch.Tensor | None = None            # what a query sees of its row's first S places; None: all of them
+    n_seen: int = 0                      # S
+    n_rows: int = 0                      # of the cache
+    row_A: list | None = None            # the rows that take part; None: all rows, in order
     span_A: list | None = None           # (first, end) of the places that each of them reads; None: all rows' first S
     position_AT: torch.Tensor | None = None
     real_AT: torch.Tensor | None = None  # None: all of them
     n_made: int | None = None            # K and V are made of the first so many rows alone; None: of all
     reach: tuple | None = None           # span_A for kernels: (first place, how many, both (A,); the most there can be)
+    causal: bool = False                 # everyone is here, in order, and sees who came before
+
+
+HERE = Window(causal=True)               # without a seat
 
 
 class Seat(NamedTuple):
@@ -436,18 +446,16 @@ class Seat(NamedTuple):
     kv: torch.Tensor
     window: Window
 
-    causal = False
-    mask_A1TS, span_A, reach = (property(lambda self: self.window.mask_A1TS), property(lambda self: self.window.span_A),
-                                property(lambda self: self.window.reach))
-
     def exchange(self, make):
         """Write the new entries that make_k and make_v give; give back the stored ones that are read, k and v: each row's first
         (B, S, G, K), or where rows read spans of their own the whole store (P, G, K)."""
-        place_C, real_C, n_rows = self.window.place_C, self.window.real_C, self.window.n_rows
-        if place_C is not None:
-            new = torch.stack([part(self.window.n_made) for part in make]).flatten(1, 2)
-            self.write(place_C, new if real_C is None else new[:, real_C])
-        return (self.kv if self.span_A is not None or self.reach else self.kv.view(2, n_rows, -1, *self.kv.shape[2:])[:, :, : self.window.n_seen]).unbind()
+        window = self.window
+        if window.place_C is not None:
+            new = torch.stack([part(window.n_made) for part in make]).flatten(1, 2)
+            self.write(window.place_C, new if window.real_C is None else new[:, window.real_C])
+        if window.span_A is not None or window.reach is not None:
+            return self.kv.unbind()
+        return self.kv.view(2, window.n_rows, -1, *self.kv.shape[2:])[:, :, : window.n_seen].unbind()
 
     def write(self, place_C, new):
         self.kv.index_copy_(1, place_C, new)
@@ -459,10 +467,7 @@ class Kept(NamedTuple):
     store: list                          # this block's K and V of all tokens
     who: object                          # whose entries are new; None: nobody's
     row_L: torch.Tensor | None           # rows that take part; None: all
-    mask_A1TS: torch.Tensor | None
-    causal: bool                         # everyone is there, in order
-
-    span_A = reach = None
+    window: Window                       # what is seen
 
     def exchange(self, make):
         if self.who is not None:
@@ -478,9 +483,7 @@ class HalfKept(NamedTuple):
     half: int                            # 0: K, 1: V
     who: object                          # those who are in this step; None: step 0
 
-    causal, mask_A1TS, span_A = (property(lambda self: self.seat is None or self.seat.causal), property(lambda self: self.seat and self.seat.mask_A1TS),
-                                 property(lambda self: self.seat and self.seat.span_A))
-    reach = None
+    window = property(lambda self: HERE if self.seat is None else self.seat.window)
 
     def exchange(self, make):
         make = list(make)
@@ -498,7 +501,7 @@ def sees(position_AT, n_seen):
 
 class NoCache:
     """Training and full forwards: nothing is stored, a block's attention is causal over what is here."""
-    depth, outer_window, exits = None, Window(None, None, None, 0, 0, None), False
+    depth, outer_window, exits = None, HERE, False
 
     def open(self, B, T, n_new_B, device):
         self.n_tokens = T
@@ -546,9 +549,8 @@ class StayNoCache(KeptNoCache):
 def kept_seat(who, writes, n_tokens):
     """A block's store -> its Kept, for the tokens of `who`."""
     row_L = None if who.row_A is None else torch.tensor(who.row_A, dtype=torch.long, device=who.position_AC.device)
-    everyone = who.index_AC is None
-    mask_A1TS = None if everyone else sees(who.position_AC, n_tokens)
-    return lambda store: Kept(store, who if writes else None, row_L, mask_A1TS, everyone)
+    window = HERE if who.index_AC is None else Window(mask_A1TS=sees(who.position_AC, n_tokens))
+    return lambda store: Kept(store, who if writes else None, row_L, window)
 
 
 class KVCache:
@@ -837,16 +839,17 @@ def attend(q_ATHK, make, seat, dropout):
     """Attention of T queries: causal over what is here without a seat, else over what the seat lets them see. make: two
     functions that make the new K and V."""
     k, v = [part() for part in make] if seat is None else seat.exchange(make)    # of rows, or of a store that rows read spans of
-    if seat is None or seat.span_A is None and seat.reach is None:
-        return weigh(q_ATHK, k, v, seat and seat.mask_A1TS, seat is None or seat.causal, dropout)
-    if seat.reach:
+    window = HERE if seat is None else seat.window
+    if window.span_A is None and window.reach is None:
+        return weigh(q_ATHK, k, v, window.mask_A1TS, window.causal, dropout)
+    if window.reach is not None:
         kernel = READERS["plain" if not flash_fits(q_ATHK) else "flash-attn" if flash_attn_with_kvcache else "torch"]
-        return kernel(q_ATHK, k, v, *seat.reach)
+        return kernel(q_ATHK, k, v, *window.reach)
     # Rows that read spans of a store: each where it lies, for a copy would cost more than the attention.
     k_1GPK, v_1GPK = (x.transpose(0, 1)[None] for x in (k, v))
-    masks = [None] * len(q_ATHK) if seat.mask_A1TS is None else seat.mask_A1TS.expand(len(q_ATHK), -1, -1, -1).split(1)
+    masks = [None] * len(q_ATHK) if window.mask_A1TS is None else window.mask_A1TS.expand(len(q_ATHK), -1, -1, -1).split(1)
     y_AHTK = torch.cat([dot(q_1HTK, k_1GPK[:, :, first:end], v_1GPK[:, :, first:end], mask if mask is None else mask[..., : end - first], False, dropout)
-                        for q_1HTK, (first, end), mask in zip(q_ATHK.transpose(1, 2).split(1), seat.span_A, masks)])
+                        for q_1HTK, (first, end), mask in zip(q_ATHK.transpose(1, 2).split(1), window.span_A, masks)])
     return y_AHTK.transpose(1, 2)
 
 
@@ -858,7 +861,7 @@ def weigh(q_BTHK, k_BSGK, v_BSGK, mask_B1TS, causal, dropout):
 
 
 def flash_fits(q):
-    return q.is_cuda and q.dtype.itemsize == 2
+    return q.is_cuda and q.dtype.itemsize == 2 and q.size(-1) % 8 == 0 and q.size(-1) <= 256          # of either library's kernels
 
 
 def dot(q_BHTK, k_BGSK, v_BGSK, mask_B1TS, causal=False, dropout=0.0):
@@ -1071,7 +1074,8 @@ class Who(NamedTuple):
         if self.index_AC is None:
             return step
         before = self.depth if torch.is_tensor(self.depth) else torch.full((B, T, 1), self.depth, device=self.index_AC.device)
-        return self.put(before, torch.as_tensor(step, device=self.index_AC.device).expand(self.index_AC.shape)[..., None])
+        now = step if torch.is_tensor(step) else torch.full((), step, device=self.index_AC.device)
+        return self.put(before, now.expand(self.index_AC.shape)[..., None])
 
     def went(self, h_BTD, step):
         return self._replace(depth=self.taken(*h_BTD.shape[:2], step))
@@ -1194,12 +1198,7 @@ def at_step(numbers, step):
     """The number of each row's step; beyond the last step the last one."""
     if isinstance(step, int):
         return numbers[step]
-    return constant(tuple(numbers), step.device)[step.clamp(max=len(numbers) - 1)]
-
-
-@functools.lru_cache
-def constant(numbers, device):
-    return torch.tensor(numbers, device=device, dtype=torch.float64)
+    return constant(tuple(numbers), step.device, torch.float64)[step.clamp(max=len(numbers) - 1)]
 
 
 class Everyone(nn.Module):
@@ -1765,7 +1764,7 @@ class Exit(AtEnd):
 
     def forget(self, row_n):
         """These rows have another token now."""
-        self.past[row_n] = self.fresh
+        self.past.index_fill_(0, row_n, self.fresh)       # an assigned number would be sent over
 
     def look(self, h_BTD, who, step):
         x_ACD = self.model.finish(who.take(h_BTD), who, functools.partial(self.cache.exit_seat, step - 1))
@@ -2067,7 +2066,8 @@ def draw(logits_BV, temperature=1.0, top_k=None, top_p=None, generator=None):
         likelier_BV = sorted_BV.cumsum(-1) - sorted_BV                # mass of the tokens before each one
         kept_BV = sorted_BV * (likelier_BV < (top_p or 1) * sorted_BV.sum(-1, keepdim=True))
         p_BV = torch.zeros_like(p_BV).scatter(-1, index_BV, kept_BV)
-    return torch.multinomial(p_BV, 1, generator=generator).squeeze(-1)
+    # What torch.multinomial does, draw for draw, without its checks of p, which wait for the device.
+    return (p_BV / torch.empty_like(p_BV).exponential_(generator=generator)).argmax(-1)
 
 
 @torch.inference_mode()

@@ -130,14 +130,17 @@ def as_typed(text):
 
 
 def read_prompt(start):
-    try:
-        if start == "-":
-            return sys.stdin.buffer.read().decode("utf-8")
-        if start.startswith("FILE:"):
-            return Path(start[5:]).read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--start={start}: cannot be read as UTF-8 text ({getattr(error, 'strerror', None) or error})")
+    if start == "-" or start.startswith("FILE:"):
+        return read_text(None if start == "-" else start[5:], f"--start={start}")
     return as_typed(start)
+
+
+def read_text(path, asked):
+    """A file, or stdin where path is None; `asked` is how the user named it."""
+    try:
+        return (sys.stdin.buffer.read() if path is None else Path(path).read_bytes()).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{asked}: cannot be read as UTF-8 text ({getattr(error, 'strerror', None) or error})")
 
 
 PADDED = "\ufffd"            # shown for an id without text: the model's table is longer than the tokenizer's
@@ -384,15 +387,14 @@ class HalfRows(NamedTuple):
     slot_A: torch.Tensor
     first_A111: torch.Tensor         # rows at step 0
 
-    causal, mask_A1TS = False, None
-    span_A, reach = property(lambda self: self.seat.span_A), property(lambda self: self.seat.reach)
+    window = property(lambda self: self.seat.window)
 
     def exchange(self, make):
-        make, n = list(make), self.seat.window.n_made
+        make, n = list(make), self.window.n_made
         made = make[self.half](n).to(self.kept.dtype)         # rows at step 0 come first
         self.kept[self.slot_A[:n]] = torch.where(self.first_A111[:n], made, self.kept[self.slot_A[:n]])
         make[self.half] = lambda n=None: self.kept[self.slot_A]
-        return self.seat._replace(window=self.seat.window._replace(n_made=None)).exchange(make)
+        return self.seat._replace(window=self.window._replace(n_made=None)).exchange(make)
 
 
 class Shelves:
@@ -506,7 +508,7 @@ class Shelves:
         place_C, first_A, n_A = table[:, at : at + 3].unbind(1)
         reach, span_A = ((first_A, n_A, self.most), None) if self.fixed else (None, [(row[at + 1], row[at + 1] + row[at + 2]) for row in rows])
         place_C = place_C if n_made is None else place_C[:n_made] if n_made else None
-        return Window(place_C, None, None, 0, 0, None, span_A, n_made=n_made, reach=reach)
+        return Window(place_C, span_A=span_A, n_made=n_made, reach=reach)
 
     def begin_core(self, table, rows):
         """table: slot, step, core_row()"""
@@ -533,7 +535,7 @@ class Shelves:
             pairs = [(spans[request.step - 1].first + request.position, spans[lane].first + request.position)
                      for request in requests for spans in [request.windows[name]] for lane in range(request.step, lanes)]
             if pairs and not (name == "core" and (self.by_arrival or self.lanes == 1)):
-                source, target = torch.tensor(pairs, device=self.device).T
+                source, target = sent(pairs, self.device).T
                 for store in self.spaces[name].stores:
                     store[:, target] = store[:, source]
 
@@ -582,7 +584,7 @@ class Engine:
     *depth-wise* batching [MoR, 2.2.2] (depthwise; the default where tokens stop at different depths): rows at different steps share one
     call of `Recursion.step`; rows that stop are collected, go through finish, sampling and start together, and others take their places.
 
-    slots: requests in flight. core_rows: of them in one step (None: all). n_places: tokens of the longest request, prompt and text (None:
+    slots: requests in flight. core_rows: depth-wise, of them in one step (None: all). n_places: tokens of the longest request, prompt and text (None:
     block_size). n_whole: K/V memory, in requests of that length at declared capacities (None: slots). finish_rows: depth-wise, finish waits for so
     many while the core is full. For measuring: steps, (request number, position) -> steps to take, in place of the router's answer, which is
     asked all the same; by_arrival=False: a routed step reads as many places as there are tokens, which changes the texts. fixed: passes of fixed shapes, filled up, and
@@ -594,6 +596,8 @@ class Engine:
         cfg = model.eval().cfg
         cfg.check_cache(cache)
         check_threshold(threshold)
+        if threshold is not None and cfg.router != "expert":
+            raise ValueError(f"threshold={threshold} given, but this model (router={cfg.router!r}) has no expert-choice router; leave it out")
         self.model, self.depth, self.exit_threshold = model, model.check_depth(depth), model.check_exit(exit, exit_threshold)
         self.depthwise = (cfg.router != "none" or exit is not None) and cfg.any_depth if depthwise is None else depthwise
         if self.depthwise and not cfg.any_depth:
@@ -603,7 +607,8 @@ class Engine:
                 raise ValueError(f"{name}={value} is too small; an engine needs at least 1")
         if n_places is not None and n_places > cfg.block_size:
             raise ValueError(f"n_places={n_places} is more than block_size={cfg.block_size}, the positions that the model knows")
-        self.core_rows, self.finish_rows, self.exit, self.cache, self.steps = core_rows or slots, finish_rows, exit, cache, steps
+        self.core_rows = min(core_rows or slots, slots) if self.depthwise else slots
+        self.finish_rows, self.exit, self.cache, self.steps = finish_rows, exit, cache, steps
         self.n_places = n_places or cfg.block_size
         self.asked, self.threshold = threshold, as_logit(cfg.threshold if threshold is None else threshold)
         self.autocast, self.fixed = autocast or contextlib.nullcontext(), model.embed.weight.is_cuda if fixed is None else fixed
@@ -619,7 +624,7 @@ class Engine:
         self.passes = {"core": self.core_pass, "finish": self.finish_pass, "start": self.start_pass}
         if self.fixed and model.embed.weight.is_cuda:
             self.passes = {name: Replay(call, self.fill[name]) for name, call in self.passes.items()}
-        self.waiting, self.flying, self.events, self.number, self.counts = deque(), [], [], 0, Counter()
+        self.waiting, self.flying, self.events, self.untold, self.number, self.counts = deque(), [], [], deque(), 0, Counter()
 
     busy = property(lambda self: bool(self.waiting or self.flying))
 
@@ -630,8 +635,12 @@ class Engine:
         ids = [int(i) for i in prompt]
         if not ids:
             raise ValueError("an empty prompt has nothing to continue; begin with one token, for example end-of-text")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens}: a request writes at least one token")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens!r}: a request writes at least one token, and a whole number of them")
+        if not 0 <= min(ids) <= max(ids) < self.model.cfg.vocab_size:
+            raise ValueError(f"the prompt holds tokens {min(ids)} to {max(ids)}, and this model knows 0 to {self.model.cfg.vocab_size - 1}; encode it with its own tokenizer")
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(f"seed={seed} does not fit into 64 bits; give a smaller one")
         rng = generator(seed, self.model.embed.weight.device) if temperature else None
         request = Request(self.number, ids, len(ids), max_new_tokens, stop, not temperature, lambda logits_BV: draw(logits_BV, temperature, top_k, top_p, rng))
         if request.n_places > self.n_places:
@@ -642,26 +651,31 @@ class Engine:
         return request
 
     def run(self):
-        """Yields (request, token) as tokens come, until all requests are done."""
-        while self.busy:
-            yield from self.tick()
+        """Yields (request, token) as tokens come, until all requests are done. Left in the midst, the next run() goes on there."""
+        while self.busy or self.untold:
+            self.untold.extend([] if self.untold else self.tick())
+            while self.untold:
+                yield self.untold.popleft()
 
     @torch.inference_mode()
     def tick(self):
         """One step for the rows in the core; finish, sampling and start for those who wait for it; whose last token that is, their slots are
         free for the next before start. Then hear once what became of all. A list of (request, token)."""
+        if self.model.training:                               # somebody has trained it since
+            self.model.eval()
         with self.autocast:
             core = self.next_core()
             due = self.outer_is_due(core)
             finish = self.waits_for("finish") if due else []
+            going, last = ([request for request in finish if (len(request.text) + 1 < request.max_new_tokens) == more] for more in (True, False))
+            finish = going + last                             # so that the tokens of those who go on stand first
             on_A1 = self.pass_core(core) if core else None
             token_P, fine_P = self.pass_finish(finish) if finish else (None, None)
-            going, last = ([request for request in finish if (len(request.text) + 1 < request.max_new_tokens) == more] for more in (True, False))
             for request in last:
                 self.leave(request)
             self.admit()
             start = self.waits_for("start") if due else []
-            on_L1 = self.pass_start(finish, token_P, going, start) if going or start else None
+            on_L1 = self.pass_start(token_P, going, start) if going or start else None
         heard = hear(on_A1, token_P, fine_P, on_L1)
         self.after_core(core, heard[0] or [1] * len(core))
         began = dict(zip(going + start, heard[3] or [1] * (len(going) + len(start))))
@@ -701,10 +715,14 @@ class Engine:
             self.wait(request, sizes, lambda: self.shelves.adopt(request, cache))
 
     def next_core(self):
-        """The rows of the next step. Depth-wise those in the midst of the loop go first, so that they are soon through."""
+        """The rows of the next step. Depth-wise those in the midst of the loop go first, so that they are soon through; else those at the
+        first step that any waits for, as who was put aside may be further than the others."""
         rows = self.waits_for("core")
         if self.depthwise:
             rows = sorted(rows, key=lambda request: request.step == 0)[: self.core_rows]
+        else:
+            first = min((request.step for request in rows), default=0)
+            rows = [request for request in rows if request.step == first]
         for request in rows:
             self.find_place(request)
         return sorted([request for request in rows if request.at == "core"], key=lambda request: request.step)
@@ -772,7 +790,7 @@ class Engine:
         """The rows of a pass on the device, and as lists. fixed: filled up, the core's to all that it takes, others to eights."""
         n = 0 if not self.fixed else self.core_rows if name == "core" else -(-len(rows) // 8) * 8
         rows = rows + [self.fill[name]] * (n - len(rows))
-        return torch.tensor(rows, device=self.model.embed.weight.device), rows
+        return sent(rows, self.model.embed.weight.device), rows
 
     def of(self, names, slot_n):
         return {name: self.state[name][slot_n] if name in self.state else None for name in names}
@@ -824,17 +842,16 @@ class Engine:
             x_P1D = self.model.finish(self.state["h"][slot_P], Who(**self.of(("position_AC", "cos", "sin"), slot_P)), self.shelves.coda_seat)
         logits_PV = at_least_fp32(self.model.head(x_P1D)[:, 0])
         fine_P = torch.isfinite(logits_PV).all(-1)
-        return logits_PV.where(fine_P[:, None], 0.0), fine_P
+        return logits_PV.masked_fill(~fine_P[:, None], 0.0), fine_P
 
-    def pass_start(self, finish, token_P, going, start):
+    def pass_start(self, token_P, going, start):
         """The tokens that were just drawn, and first ones; None or who takes step 0."""
         rows = [[request.slot, 0, request.position + 1, *self.shelves.row("outer", request, 0, request.position + 1)] for request in going]
         rows += [[request.slot, request.ids[-1], request.position, *self.shelves.row("outer", request, 0, request.position)] for request in start]
         self.counts.update(start_calls=1, start_rows=len(rows), start_keys=sum(row[5] for row in rows))
         table, filled = self.table("start", rows)
         if going:
-            goes = set(going)
-            table[: len(going), 1] = token_P if len(going) == len(finish) else token_P[[i for i, request in enumerate(finish) if request in goes]]
+            table[: len(going), 1] = token_P[: len(going)]
         on_L1 = self.passes["start"](table, filled)
         return on_L1 if on_L1 is None else on_L1[: len(rows)]
 
@@ -898,16 +915,21 @@ class Replay:
         return out
 
     def capture(self, held, *others):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        graph, side, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(held.device), torch.cuda.current_stream(held.device)
+        side.wait_stream(here)
         with torch.cuda.stream(side):                         # what is made at first use has to be there
             for _ in range(3):
                 self.call(held, *others)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        here.wait_stream(side)
+        with torch.cuda.graph(graph, stream=side):
             out = self.call(held, *others)
         return held, graph, out
+
+
+def sent(rows, device):
+    """Rows of numbers as a tensor on the device. A GPU takes them from pinned memory, or the host would wait for the passes before."""
+    cuda = device.type == "cuda"
+    return torch.tensor(rows, pin_memory=cuda).to(device, non_blocking=cuda)
 
 
 def hear(*tensors):
@@ -920,33 +942,37 @@ def hear(*tensors):
 # ------------------------------------------------------------------------------------------------------------ command line
 
 
-REQUEST_KEYS = {"prompt": str, "id": (str, int), "max_new_tokens": int, "temperature": (int, float), "top_k": int, "top_p": (int, float), "stop": str, "seed": int}
+REQUEST_KEYS = {"prompt": str, "id": str | int, "max_new_tokens": int, "temperature": float, "top_k": int, "top_p": float, "stop": str, "seed": int}
 
 
 def read_requests(path):
-    """The dicts of a file of JSON lines; UserError names the line that is none."""
-    text, asked = read_prompt("-" if path == "-" else f"FILE:{path}"), []
-    for i, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                request = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"--requests={path}: line {i} is no JSON ({error})")
-            if not isinstance(request, dict) or not isinstance(request.get("prompt"), str):
-                raise UserError(f'--requests={path}: line {i} is no request; write {{"prompt": "some text"}}')
-            for name, value in request.items():
-                if name not in REQUEST_KEYS or value is not None and (isinstance(value, bool) or not isinstance(value, REQUEST_KEYS[name])):
-                    raise UserError(f"--requests={path}: line {i}: {name}={value!r} is not understood; a request has {', '.join(REQUEST_KEYS)}")
-            asked.append(request)
+    """The dicts of a file of JSON lines, a request each; UserError names the line that is none."""
+    lines = read_text(None if path == "-" else path, f"--requests={path}").split("\n")             # not splitlines: text may hold other ends of lines
+    asked = [read_request(f"--requests={path}: line {i}", line) for i, line in enumerate(lines, 1) if line.strip()]
     if not asked:
-        raise UserError(f"--requests={path} holds no request")
+        raise UserError(f"--requests={path} holds no request; write {{\"prompt\": \"some text\"}} to a line")
     return asked
 
 
-def run_requests(model, tokenizer, s, depth, autocast):
+def read_request(where, line):
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is no JSON ({error})")
+    if not isinstance(request, dict) or not isinstance(request.get("prompt"), str):
+        raise UserError(f'{where} is no request; write {{"prompt": "some text"}}')
+    for name, value in request.items():
+        try:
+            request[name] = value if value is None else config.cast(value, REQUEST_KEYS[name])
+        except (KeyError, ValueError, OverflowError):
+            raise UserError(f"{where}: {config.clip(repr({name: value}), 80)} is not understood; a request has {', '.join(REQUEST_KEYS)}")
+    return request
+
+
+def run_requests(model, tokenizer, s, depth):
     """Serve a file of requests: an answer is written as soon as it is done."""
     asked, device = read_requests(s.requests), model.embed.weight.device
-    engine = Engine(model, min(s.slots, len(asked)), depth=depth, cache=s.cache, threshold=None, exit=s.exit, exit_threshold=s.exit_threshold, autocast=autocast)
+    engine = Engine(model, min(s.slots, len(asked)), depth=depth, cache=s.cache, exit=s.exit, exit_threshold=s.exit_threshold)
     started, rows, n_failed = time.perf_counter(), {}, 0
 
     def answer(about, error, row=None, request=None):
@@ -955,7 +981,7 @@ def run_requests(model, tokenizer, s, depth, autocast):
         return bool(error)
 
     for i, about in enumerate(asked):
-        about = {"id": i, "max_new_tokens": s.max_new_tokens, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "stop": s.stop, "seed": s.seed + i,
+        about = {"id": i, "max_new_tokens": s.max_new_tokens, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "stop": s.stop and as_typed(s.stop), "seed": s.seed + i,
                  **{name: value for name, value in about.items() if value is not None}}
         ids = tokenizer.encode_ordinary(about["prompt"]) or [tokenizer.eot_token]
         try:
@@ -1020,9 +1046,9 @@ def main(argv):
         say(f"note: {hint}")
     if s.color and model.cfg.n_recur == 1:
         raise UserError(f"--color=True: this model ({model.cfg.layout}) has no recursion, so all tokens take the same step; leave the flag out")
-    for name in ("start", "trace", "color") if s.requests is not None else ():
-        if s.values[name]:
-            raise UserError(f"--{name} does not go with --requests, whose prompts are in the file; leave one of the two out")
+    for name, unset in (("start", []), ("trace", None), ("color", False), ("num_samples", 1), ("use_cache", True)):
+        if s.requests is not None and s.values[name] != unset:
+            raise UserError(f"--{name} does not go with --requests, whose prompts are in the file, each written once and with a cache; leave one of the two out")
     if s.exit and s.trace is not None:
         raise UserError(f"--exit={s.exit} goes with sampling; --trace shows every depth, so leave one of the two out")
     try:
@@ -1031,7 +1057,7 @@ def main(argv):
         model.check_exit(s.exit, s.exit_threshold)
         with autocast:
             if s.requests is not None:
-                run_requests(model, tokenizer, s, depth, autocast)
+                run_requests(model, tokenizer, s, depth)
             elif s.trace is not None:
                 run_trace(model, tokenizer, as_typed(s.trace), depth)
             else:

@@ -2,9 +2,11 @@
 
     python -m pytest -q tests/test_eval.py
 """
+import io
 import json
 import math
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from toy import DENSE, SEQUENCE, flags, make_config, make_data, refusal
 import eval as evaluation      # the word means something else in Python
 import prepare
 import train
-from eval import batches, bootstrap, difference, exit_depths, features_at, interval, row_nats, why_unpaired, whole_split
+from eval import batches, bootstrap, difference, exit_depths, features_at, interval, loss_windows, row_nats, why_unpaired
 from model import GPT, Recursion
 from train import Split
 
@@ -97,7 +99,8 @@ def test_every_token_but_the_first_is_predicted_once(place, block_size):
     split = Split(place / "data", "toy", "val", meta, block_size)
     every = torch.from_numpy(split.read(0, 10**9))
     for batch_size in (1, 8):
-        rows = list(batches(SimpleNamespace(split=split, batch_size=batch_size, device="cpu", name=""), whole_split(split)))
+        run = SimpleNamespace(split=split, batch_size=batch_size, device="cpu", name="", meta=meta)
+        rows = list(batches(run, loss_windows(run, True)))
         ids, targets = (torch.cat([row.flatten() for row in part]) for part in zip(*rows))
         assert torch.equal(ids, every[:-1]) and torch.equal(targets, every[1:]) and len(targets) == meta["val"]["tokens"] - 1
         assert {row.size(1) for row, _ in rows} == {block_size, 1784 % block_size} - {0} and max(len(row) for row, _ in rows) <= batch_size
@@ -121,6 +124,33 @@ def test_the_loss_is_that_of_a_plain_loop_over_the_whole_split(go):
     assert (numbers["tokens"], numbers["windows"], numbers["block_size"]) == (n_targets, len(nats), 32)
     assert numbers["nats_per_token"] == pytest.approx(sum(nats) / n_targets, abs=1e-6)
     assert numbers["perplexity"] == pytest.approx(math.exp(sum(nats) / n_targets))
+
+
+def test_of_a_long_split_the_loss_reads_the_same_whole_windows_every_time(go, monkeypatch):
+    run, whole = open_run("out/gated"), go("loss", out_dir="out/gated")
+    monkeypatch.setattr(evaluation, "MOST_BYTES", 500)
+    lines, record, _ = go("loss")
+    part, n = record["parts"]["loss"], 500 * run.meta["val"]["tokens"] // run.meta["val"]["bytes"] // 32
+    starts = [int(start) for start in loss_windows(run, False)]
+    assert starts[0] == 0 and starts[-1] == run.split.n_windows - 1 and len({*np.diff(starts)}) <= 2 and min(np.diff(starts)) >= 32           # evenly, to the end
+    nats = []
+    for start in starts:
+        row = torch.from_numpy(run.split.read(start, 33))
+        nats.append(torch.nn.functional.cross_entropy(run.model(row[None, :-1]).logits[0].double(), row[1:], reduction="sum").item())
+    assert (part["windows"], part["tokens"], part["whole_split"]) == (n, 32 * n, False) == (len(starts), 32 * len(starts), False)
+    assert part["nats_per_token"] == pytest.approx(sum(nats) / (32 * n), abs=1e-6) and "--full=true" in lines[0]
+    assert go("loss")[:2] == (lines, record)
+    assert whole[1]["parts"]["loss"]["whole_split"] is True and whole[0][0] == "loss: the whole validation split at full depth"
+    again, asked = go("loss", full=True)[:2]
+    mean = lambda record: record["parts"]["loss"]["nats_per_token"]  # noqa: E731
+    assert again == whole[0] and mean(asked) == mean(whole[1]) != mean(record)
+
+
+def test_full_may_stand_alone():
+    words = lambda *argv: (evaluation.parse(list(argv)).full, evaluation.parse(list(argv)).words)  # noqa: E731
+    assert words("--full", "loss") == words("loss", "--full") == words("--full=true", "loss") == words("--full", "true", "loss") == (True, ["loss"])
+    assert words("--full", "--batch_size=2") == (True, []) and words("--full", "false") == words() == (False, [])
+    assert "full takes true or false" in refusal(evaluation.parse, ["--full", "maybe"])
 
 
 def test_bits_per_byte_are_nats_times_tokens_per_byte_over_ln_2(go):
@@ -325,7 +355,7 @@ def test_the_sweep_gives_the_loss_and_the_flops_of_every_depth(go):
     dense, cells = part["compare"][0], [line.split() for line in lines]
     assert [p["depth"] for p in dense["points"]] == [0, 1 / 3, 2 / 3, 1] and dense["folder"] == "out/dense"
     assert [row[1] for row in cells if row[0] == "out/dense"] == ["0/3", "1/3", "2/3", "3/3"]
-    assert [float(row[3]) for row in cells if row[0] == "out/gated"] == pytest.approx([p["nats_per_token"] for p in part["points"]], abs=1e-4)
+    assert [float(row[3]) for row in cells if row[0] == "out/gated"] == pytest.approx([p["nats_per_token"] for p in part["points"] + part["held"]], abs=1e-4)
     assert len({line.rstrip().find("full depth") for line in lines if "full depth" in line}) == 1                # aligned
 
 
@@ -341,7 +371,7 @@ def test_the_picture_has_a_line_for_every_run(go, monkeypatch):
     drawn, savefig = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure) or savefig(figure, *args, **kwargs))
     record = go("depth", compare="out/dense")[1]
-    part, (axes,) = record["parts"]["depth"], drawn[0].axes
+    part, (axes, _) = record["parts"]["depth"], drawn[0].axes
     assert Path(part["picture"]).read_bytes()[:4] == b"\x89PNG" and part["picture"] == "out/gated/depth.png"
     lines = {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
     assert list(lines) == ["1+1x4+1 gate (out/gated)", "0+3x1+0 replace (out/dense)"] == [text.get_text() for text in axes.get_legend().get_texts()]
@@ -364,8 +394,12 @@ def test_without_matplotlib_one_line_says_so_and_the_numbers_come(go, monkeypatc
 def test_the_record_says_what_it_was_made_from(go):
     lines, record, err = go("loss")
     part, meta = record["parts"]["loss"], prepare.load_meta("data", "toy")
-    assert (record["folder"], record["step"]) == ("out/gated", 8) and set(part) >= {"commit", "torch", "device", "dtype", "python"}
+    assert (record["folder"], record["step"]) == ("out/gated", 8) and (part["device"], part["dtype"], part["commit"]) == ("cpu", "float32", train.commit())
+    assert [part[name] for name in ("python", "torch", "numpy", "platform")] == [platform.python_version(), str(torch.__version__), np.__version__, platform.platform()]
     assert part["data"] == {"dataset": "toy", "path": "data/toy/val.bin", "fingerprint": meta["fingerprint"], **meta["val"]}
+    settings = evaluation.parse(["loss", *flags(device="cpu", exit_tokens=0, exit_thresholds=[0.1])])
+    assert part["settings"] == {"parts": ["loss"], **settings.values, "dtype": "auto"}
+    assert part["used"] == {"depth": 4, "routing": None, "threshold": None, "exit": None, "exit_threshold": None}
     assert "1+1x4+1 update=gate, step 8" in err and json.loads(Path("out/gated/eval.json").read_text("utf-8")) == record
     (head, row), columns = lines[1:3], 8
     assert len(head.replace("95% interval", "95%interval").split()) == columns and row.split()[:3] == ["out/gated", "8", f"{part['nats_per_token']:.4f}"]
@@ -392,9 +426,55 @@ def test_earlier_parts_stay_while_the_checkpoint_is_the_same(go):
 
 
 def test_all_parts_run_for_the_newest_run_when_nothing_is_said(go):
-    record = go()[1]
-    assert record["folder"] == "out/gated" and list(record["parts"]) == [name for name in evaluation.PARTS if name not in ("router", "answers")] == ["loss", "depth", "exit"]
+    lines, record, err = go()
+    has_none, by_name = {"router", "answers"}, {"benchmarks"}
+    assert record["folder"] == "out/gated" and list(record["parts"]) == [name for name in evaluation.PARTS if name not in has_none | by_name]
+    assert list(record["parts"])[:2] == ["loss", "depth"] and "exit" in record["parts"]
+    assert err.count("note: left out: router (out/gated has no router), answers (data set 'toy' of out/gated asks for no answers)") == 1
     assert list(go("depth", "loss", "depth")[1]["parts"]) == ["depth", "loss"]
+
+
+def test_parts_that_lack_something_are_refused_by_name_and_left_out_unnamed(place, monkeypatch):
+    monkeypatch.chdir(place)
+    part, run, asked = evaluation.Part, SimpleNamespace(name="out/x"), []
+    table = {"one": part(None), "two": part(None, lambda run: f"{run.name} has no two"), "three": part(None, unnamed=lambda run: asked.append(run)),
+             "four": part(None, lambda run: "")}
+    monkeypatch.setattr(evaluation, "PARTS", table)
+    assert evaluation.parts_for([], run) == ["one", "four"] and asked == [run]
+    assert evaluation.parts_for(["four", "three", "four"], run) == ["four", "three"]
+    assert refusal(evaluation.parts_for, ["one", "two"], run) == ("out/x has no two, so there is nothing for the part two; name another run with --out_dir=, "
+                                                                   "or leave the part out")
+
+
+class Terminal(io.StringIO):
+    """What a terminal would show: carriage returns, line ends and the moves up of stacked bars, on a screen without width."""
+
+    def isatty(self):
+        return True
+
+    def lines(self):
+        screen, row, column, text = [""], 0, 0, self.getvalue().replace("\x1b[A", "\v")
+        for c in text:
+            if c == "\n":
+                row, column = row + 1, 0
+                screen += [""] * (row == len(screen))
+            elif c in "\r\v":
+                row, column = row - (c == "\v"), 0 if c == "\r" else column
+            else:
+                screen[row] = screen[row].ljust(column)[:column] + c + screen[row][column + 1 :]
+                column += 1
+        return [line.rstrip() for line in screen]
+
+
+def test_a_bar_over_the_whole_leaves_every_line_of_the_tables_whole(go, monkeypatch):
+    plain, *_ = go("loss", "depth", eval_tokens=256)
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    evaluation.main(["loss", "depth", "--eval_tokens=256", "--device=cpu"])
+    shown = screen.lines()
+    assert [line for line in shown if line in {text.rstrip() for text in plain}] == [text.rstrip() for text in plain]
+    assert any("evaluation: 100%" in line and "2/2" in line for line in shown) and not any("out/gated:  " in line for line in shown)
 
 
 def test_a_mistake_is_one_line(place, tmp_path, monkeypatch):
@@ -402,7 +482,8 @@ def test_a_mistake_is_one_line(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "eval")
     said = lambda *argv: refusal(evaluation.main, list(argv))  # noqa: E731
     assert "no part 'dept', did you mean 'depth'?" in said("dept")
-    assert "no part 'xyz'; its parts are loss, depth, exit, router, answers" in said("xyz")
+    assert f"no part 'xyz'; its parts are {', '.join(evaluation.PARTS)}" in said("xyz")
+    assert "out/gated has no router, so there is nothing for the part router" in said("router")
     assert "a run is --out_dir=out/gated" in said("out/gated")
     assert "eval_tokens=0 is out of range" in said("--eval_tokens=0") and "batch_size=0" in said("--batch_size=0")
     Path("out/empty").mkdir()
@@ -429,9 +510,9 @@ def test_a_folder_that_cannot_be_written_costs_no_result(go, monkeypatch, capsys
     monkeypatch.setattr(evaluation, "draw_exit", DRAW_EXIT)
     for name in ("eval.json", "depth.png", "exit.png"):
         Path(f"out/gated/{name}.tmp").mkdir()                            # write_whole's place
-    evaluation.main(["--device=cpu", "--exit_tokens=0", "--exit_thresholds=0.1"])
+    evaluation.main(["loss", "depth", "exit", "--device=cpu", "--exit_tokens=0", "--exit_thresholds=0.1"])
     out, err = capsys.readouterr()
-    assert list(json.loads(out.splitlines()[-1])["parts"]) == ["loss", "depth", "exit"]
+    assert {"loss", "depth", "exit"} <= set(json.loads(out.splitlines()[-1])["parts"])
     assert err.count("no picture: could not save") == 2 and err.count("note: could not save out/gated/eval.json") == 1
 
 

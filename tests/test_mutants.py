@@ -23,7 +23,7 @@ ANEW = ("model", "sample", "tiny", "train")                      # what holds pa
 MUTANTS = {
     # ---- attention
     "the causal mask is off": (
-        "seat is None or seat.causal, dropout)",
+        "window.causal, dropout)",
         "False, dropout)",
         "test_model::test_a_token_changes_nothing_before_it"),
     "a cached query sees one token ahead": (
@@ -370,12 +370,12 @@ MUTANTS = {
         "likelier_BV = sorted_BV.cumsum(-1)",
         "test_cache::test_top_p_keeps_the_smallest_set_that_holds_p"),
     "one token is drawn for all rows": (
-        "torch.multinomial(p_BV, 1, generator=generator)",
-        "torch.multinomial(p_BV[:1], 1, generator=generator).expand(len(p_BV), 1)",
+        "(p_BV / torch.empty_like(p_BV).exponential_(generator=generator)).argmax(-1)",
+        "(p_BV[:1] / torch.empty_like(p_BV[:1]).exponential_(generator=generator)).argmax(-1).expand(len(p_BV))",
         "test_cache::test_samples_of_one_prompt_begin_with_many_different_tokens"),
     "the generator given is not used": (
-        "torch.multinomial(p_BV, 1, generator=generator)",
-        "torch.multinomial(p_BV, 1)",
+        "torch.empty_like(p_BV).exponential_(generator=generator)",
+        "torch.empty_like(p_BV).exponential_()",
         "test_cache::test_the_same_generator_gives_the_same_text_and_leaves_torchs_own_alone"),
     "a stop token in the prompt stops": (
         "[False] * len(prompts)",
@@ -598,7 +598,7 @@ MUTANTS = {
         "default, fresh, width = 5e-4, 0.0,",
         "test_serve::test_engine_text_is_that_of_generate_alone"),
     "the next token begins with the last one's exit score": (
-        "        self.past[row_n] = self.fresh",
+        "        self.past.index_fill_(0, row_n, self.fresh)",
         "        pass",
         "test_serve::test_engine_text_is_that_of_generate_alone"),
     "a span reads one place too many": (
@@ -733,6 +733,50 @@ MUTANTS = {
         "self.wait(request, sizes, lambda: self.shelves.adopt(request, cache))",
         'self.counts["prompt_tokens"] += 1; self.wait(request, sizes, lambda: self.shelves.adopt(request, cache))',
         "test_serve::test_a_prompt_that_overflows_its_windows_waits_for_larger_ones_in_an_engine"),
+    "who comes back takes the step of the others": (
+        "            rows = [request for request in rows if request.step == first]\n",
+        "            pass\n",
+        "test_serve::test_who_is_put_aside_by_an_engine_whose_rows_are_in_step_waits_for_his_own"),
+    "what a run had still to tell is lost": (
+        "            while self.untold:\n                yield self.untold.popleft()",
+        "            told, self.untold = self.untold, deque()\n            yield from told",
+        "test_serve::test_who_leaves_the_run_of_an_engine_in_the_midst_misses_nothing_in_the_next"),
+    "an engine goes on in training mode": (
+        "            self.model.eval()\n        with self.autocast:",
+        "            pass\n        with self.autocast:",
+        "test_serve::test_an_engine_serves_in_evaluation_mode_whoever_trains_in_between"),
+    "a graph reads the weights that autocast keeps": (
+        "    @torch.inference_mode()\n    def tick",
+        "    @torch.no_grad()\n    def tick",
+        "test_serve::test_a_graph_of_an_engine_reads_no_weights_that_autocast_keeps"),
+    "a graph writes the state into a new tensor": (
+        "                    before[name].copy_(after[name])\n            state[\"h\"] = before[\"h\"]",
+        "                    pass",
+        "test_serve::test_what_an_engine_replays_writes_what_it_wrote_when_captured"),
+    "rotary angles are sent over for each token": (
+        "constant(tuple(self.turns), position_BT.device, torch.get_default_dtype())",
+        "torch.tensor(self.turns, device=position_BT.device)",
+        "test_serve::test_what_an_engine_replays_writes_what_it_wrote_when_captured"),
+    "the number of a step is sent over": (
+        "torch.full((), step, device=self.index_AC.device)",
+        "torch.as_tensor(step, device=self.index_AC.device)",
+        "test_serve::test_what_an_engine_replays_writes_what_it_wrote_when_captured"),
+    "a draw asks whether its probabilities are some": (
+        "return (p_BV / torch.empty_like(p_BV).exponential_(generator=generator)).argmax(-1)",
+        "return torch.multinomial(p_BV, 1, generator=generator).squeeze(-1)",
+        "test_serve::test_a_tick_of_an_engine_asks_the_device_for_nothing_but_what_it_hears_in_the_end"),
+    "a kernel of windows begins one unit late": (
+        "cache_batch_idx=(first_A // UNIT).int()",
+        "cache_batch_idx=(first_A // UNIT + 1).int()",
+        "test_serve::test_all_kernels_of_an_engine_read_the_same_places"),
+    "the last window of the store does not reach far enough": (
+        "beyond = fixed * (UNIT + n_places * (flash_attn_with_kvcache is not None))",
+        "beyond = fixed * UNIT",
+        "test_serve::test_all_kernels_of_an_engine_read_the_same_places"),
+    "a token that the model does not know is taken": (
+        "        if not 0 <= min(ids) <= max(ids) < self.model.cfg.vocab_size:\n",
+        "        if False:\n",
+        "test_serve::test_an_engine_refuses_a_request_with_the_numbers"),
 }
 
 

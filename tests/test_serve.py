@@ -2,19 +2,27 @@
 
     python -m pytest -q tests/test_serve.py
 """
+import contextlib
 import functools
 import gc
 import itertools
+import json
 import random
 from collections import Counter, defaultdict
+from unittest.mock import Mock
 
 import pytest
 import torch
+from config import UserError
 from tiny import all_pairs, layout, loud, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from toy import make_config, make_data, refusal
 
 import model as model_py
 import sample
-from model import GPT, UNIT, generator, lot, make_cache
+import train
+from model import GPT, UNIT, draw, generator, lot, make_cache
 from sample import Engine
 from train import compile_parts
 
@@ -85,7 +93,7 @@ def serve(engine, requests, at_once=False, logits=None, **keys):
         for prompt, n in coming if at_once else coming[:1]:
             asked.append(engine.submit(prompt, n, **keys))
             if logits is not None:
-                asked[-1].greedy, asked[-1].draw = False, lambda logits_1V, seen=logits[len(asked) - 1]: (seen.append(logits_1V[0]), logits_1V.argmax(-1))[1]
+                asked[-1].greedy, asked[-1].draw = False, lambda logits_1V, seen=logits[len(asked) - 1]: (seen.append(logits_1V[0].clone()), logits_1V.argmax(-1))[1]
         coming = coming[len(coming) if at_once else 1 :]
         for request, token in engine.tick():
             assert token is not None, request.error
@@ -398,7 +406,8 @@ def test_a_prompt_that_overflows_its_windows_waits_for_larger_ones_in_an_engine(
 @pytest.mark.parametrize("keys, ask, line", [
     (dict(n_places=20), ([1] * 12, 10), "a prompt of 12 tokens and max_new_tokens=10 can never fit: that is 21 places of K and V, and a request has n_places=20 at most; ask for less"),
     (dict(), ([1] * 32, 2), "that is 33 places of K and V, and a request has n_places=32 at most"),
-    (dict(), ([], 3), "an empty prompt has nothing to continue"), (dict(), ([1], 0), "max_new_tokens=0: a request writes at least one token"),
+    (dict(), ([], 3), "an empty prompt has nothing to continue"), (dict(), ([1], 0), "max_new_tokens=0: a request writes at least one token"), (dict(), ([1], 2.5), "max_new_tokens=2.5: a request writes .* whole number"),
+    (dict(), ([3, 61], 3), "the prompt holds tokens 3 to 61, and this model knows 0 to 60"), (dict(), ([3, -1], 3), "the prompt holds tokens -1 to 3"), (dict(), ([1], 3, None, 1.0, None, None, 2**64), "seed=18446744073709551616 does not fit"),
     (dict(), ([1], 3, None, -1.0), "temperature=-1.0 is not 0"), (dict(), ([1], 3, None, 1.0, None, 2.0), "top_p=2.0 is outside")], ids=str)
 def test_an_engine_refuses_a_request_with_the_numbers(keys, ask, line):
     engine = Engine(build(), slots=2, **keys)
@@ -413,7 +422,7 @@ def test_an_engine_refuses_a_request_with_the_numbers(keys, ask, line):
     (dict(), dict(n_places=0), "n_places=0 is too small"), (dict(), dict(n_places=33), "n_places=33 is more than block_size=32"), (dict(), dict(n_whole=-1), "n_whole=-1 is too small"), (dict(), dict(finish_rows=0), "finish_rows=0 is too small"),
     (dict(family="sequence"), dict(depthwise=True), "depthwise=True does not go with sharing='middle_sequence'"), (dict(router="token"), dict(cache="mean"), "cache='mean' keeps one K and V"),
     (dict(router="token"), dict(exit="kl"), "exit='kl' does not go with this model"), (dict(), dict(depth=-1), "depth=-1 is not a number of steps"),
-    (dict(router="expert"), dict(threshold=2), "threshold=2 is not a number"), (dict(), dict(exit_threshold=0.1), "exit_threshold=0.1 belongs to an exit rule")], ids=str)
+    (dict(router="expert"), dict(threshold=2), "threshold=2 is not a number"), (dict(), dict(threshold=0.4), "threshold=0.4 given, but this model .router='none'. has no expert-choice router"), (dict(), dict(exit_threshold=0.1), "exit_threshold=0.1 belongs to an exit rule")], ids=str)
 def test_an_engine_refuses_what_its_model_cannot_do(keys, serving, line):
     with pytest.raises(ValueError, match=line) as error:
         Engine(build(**keys), **serving)
@@ -460,6 +469,7 @@ def test_a_tick_of_an_engine_asks_the_device_for_nothing_but_what_it_hears_in_th
 
     monkeypatch.setattr(sample, "hear", hear)
     monkeypatch.setattr(sample, "generator", lambda *where: None)
+    monkeypatch.setattr(torch, "multinomial", lambda *args, **keys: pytest.fail("torch.multinomial checks its p, on the host"))
     engine, n_ticks = Engine(model, slots=3, fixed=fixed, **serving), 0
     for i in range(4):
         engine.submit([i], 1 + i, temperature=i % 2, top_p=0.9)
@@ -483,6 +493,14 @@ def test_a_step_of_an_engine_computes_its_rows_alone_and_in_fixed_passes_always_
     serve(engine, asks(8, seed=6, prompts=(1,)))
     hook.remove()
     assert len(sizes) == engine.counts["core_calls"] and set(sizes) == {4} if fixed else sum(sizes) == engine.counts["core_rows"] and len(set(sizes)) > 1
+
+
+def test_a_fixed_engine_whose_rows_are_in_step_has_them_all_in_it_whatever_core_rows_says():
+    model, sizes = build(router="expert"), set()
+    hook = model.recursion.core[0].mlp.register_forward_hook(lambda module, args, out: sizes.add(len(out)))
+    serve(Engine(model, slots=6, core_rows=4, depthwise=False, fixed=True), asks(8, seed=6, prompts=(1,)), at_once=True)
+    hook.remove()
+    assert sizes == {6}
 
 
 # ----------------------------------------------------------------------------------------------------------- what batching saves
@@ -585,3 +603,263 @@ def test_fifty_compiled_tokens_of_a_fixed_engine_need_no_graph_that_the_first_di
             after.append(len(graphs))
     torch._dynamo.reset()
     assert 1 <= after[0] == after[-1] <= most and not torch._dynamo.utils.counters["graph_break"]
+
+
+# ------------------------------------------------------------------------------------------------------------- on a GPU, as far as a CPU can tell
+
+
+class Tape(TorchDispatchMode):
+    """A CUDA graph's ways on a CPU: what runs is noted with the tensors that it reads and writes, and runs again on just these. What Python does beside it
+    is not done again, and whoever sends numbers over or asks for one is refused."""
+
+    def __init__(self):
+        super().__init__()
+        self.notes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        masked = func in INDEXED and any(index is not None and index.dtype == torch.bool for index in args[1])        # as many as are true
+        assert func not in REFUSED and not masked, f"{func} while a graph is captured"
+        out = func(*args, **(kwargs or {}))
+        self.notes.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for func, args, kwargs, out in self.notes:
+            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs))):
+                if torch.is_tensor(old) and old.data_ptr() != new.data_ptr():         # else it was written in place, or is a view
+                    old.copy_(new)
+
+    @contextlib.contextmanager
+    def capture(self, stream=None):
+        with pytest.MonkeyPatch.context() as patch, self:
+            for name in ("tensor", "as_tensor", "multinomial"):
+                patch.setattr(torch, name, lambda *args, name=name, **keys: pytest.fail(f"torch.{name} while a graph is captured"))
+            yield
+
+
+ATEN = torch.ops.aten
+REFUSED = {ATEN._local_scalar_dense.default, ATEN.item.default, ATEN.is_nonzero.default, ATEN.nonzero.default, ATEN.masked_select.default, ATEN.lift_fresh.default}
+INDEXED = {ATEN.index.Tensor, ATEN.index_put_.default, ATEN.index_put.default}
+
+
+def taped(engine, monkeypatch):
+    """The engine, its passes given over to Replay, with stand-ins for CUDA's graphs and streams."""
+    stand_ins = {"CUDAGraph": Tape, "graph": lambda graph, stream=None: graph.capture(), "Stream": lambda device: Mock(), "current_stream": lambda device: Mock(),
+                 "stream": lambda stream: contextlib.nullcontext()}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    engine.passes = {name: sample.Replay(call, engine.fill[name]) for name, call in engine.passes.items()}
+    return engine
+
+
+REPLAYED = {**LOT, "rotary": (dict(family="rotary"), {}), "lora": (dict(family="lora"), dict(depthwise=True)), "norms": (dict(family="norms"), {}), "lot": (dict(router="lot"), {}),
+            "first state": (dict(family="inject"), dict(depth=2)), "in step": (dict(router="expert", kv="share_k"), dict(depthwise=False))}
+
+
+@pytest.mark.parametrize("name", [name if name in ("rotary", "values", "last kl", "mean", "in step") else slow(name) for name in REPLAYED])
+def test_what_an_engine_replays_writes_what_it_wrote_when_captured(name, monkeypatch):
+    keys, serving = REPLAYED[name]
+    model = build(**keys)
+    engine = taped(Engine(model, slots=3, fixed=True, **serving), monkeypatch)
+    assert_as_alone(engine, asks(6, seed=2, most=6), **without_batching(serving))
+    cases = {name: len(replay.graphs) for name, replay in engine.passes.items()}
+    assert cases["finish"] == cases["start"] == 1 and cases["core"] == (1 if engine.depthwise else engine.depth)
+    draws = dict(temperature=1.0, top_k=20, top_p=0.9)
+    texts = serve(engine, asks(4, seed=5), seed=3, **draws)
+    assert texts == [alone(model, prompt, n, generator=generator(3), **draws, **without_batching(serving)) for prompt, n in asks(4, seed=5)]
+    assert cases == {name: len(replay.graphs) for name, replay in engine.passes.items()}                     # nothing is captured twice
+
+
+def test_a_graph_of_an_engine_reads_no_weights_that_autocast_keeps(monkeypatch):
+    model = build(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine = taped(Engine(model, slots=2, fixed=True), monkeypatch)
+        engine.submit([1], 3)
+        list(engine.run())
+    cast = {args[0].data_ptr() for replay in engine.passes.values() for _, graph, _ in replay.graphs.values() for func, args, _, _ in graph.notes if func in (ATEN._to_copy.default, ATEN.to.dtype)}
+    assert {weight.data_ptr() for weight in model.recursion.core.parameters() if weight.dim() == 2} <= cast       # by the graph itself
+
+
+def test_an_engine_sends_a_table_over_without_waiting(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "tensor", lambda rows, pin_memory: asked.append(pin_memory) or Mock(to=lambda device, non_blocking: asked.append(non_blocking)))
+    for device in ("cuda", "cpu"):
+        sample.sent([[1]], torch.device(device))
+    assert asked == [True, True, False, False]
+
+
+def test_a_draw_of_an_engine_is_multinomials_without_asking_the_device():
+    logits_BV = torch.randn(4, 61, generator=generator(1))
+    for seed in range(20):
+        p_BV = (logits_BV / 0.7).softmax(-1)
+        assert torch.equal(draw(logits_BV, 0.7, generator=generator(seed)), torch.multinomial(p_BV, 1, generator=generator(seed))[:, 0])
+
+
+# What the kernels of an engine are asked for, by the libraries' documentation: a stand-in for each reads its arguments so, one row at a time.
+
+
+def attended(q_HK, k_SGK, v_SGK):
+    k_SHK, v_SHK = (x.repeat_interleave(len(q_HK) // x.size(1), 1) for x in (k_SGK, v_SGK))
+    p_HS = (torch.einsum("hk,shk->hs", q_HK, k_SHK) / q_HK.size(-1) ** 0.5).softmax(-1)
+    return torch.einsum("hs,shk->hk", p_HS, v_SHK)
+
+
+def flash_decoding(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, causal):
+    assert cache_seqlens.dtype == cache_batch_idx.dtype == torch.int32 and causal and k_cache.stride(-1) == 1
+    return torch.stack([attended(q[i, 0], k_cache[row, :n], v_cache[row, :n])[None] for i, (row, n) in enumerate(zip(cache_batch_idx, cache_seqlens))])
+
+
+def flash_varlen(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, seqused_k):
+    assert cum_seq_q.dtype == cum_seq_k.dtype == seqused_k.dtype == torch.int32 and len(cum_seq_q) == len(cum_seq_k) == len(query) + 1 == len(seqused_k) + 1
+    assert (max_q, dropout_p, return_debug_mask) == (1, 0.0, False) and cum_seq_q.tolist() == list(range(len(query) + 1)) and max(seqused_k) <= max_k
+    return [torch.stack([attended(q_HK, key[first : first + n], value[first : first + n]) for q_HK, first, n in zip(query, cum_seq_k, seqused_k)])]
+
+
+@pytest.mark.parametrize("fill", [0, 1])
+def test_all_kernels_of_an_engine_read_the_same_places(fill, monkeypatch):
+    for module in (model_py, sample):                                                 # for its windows the store has to reach further
+        monkeypatch.setattr(module, "flash_attn_with_kvcache", flash_decoding)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_varlen)
+    shelves = sample.Shelves(build(family="rotary"), 3, 29, 3, 2, None, "full", fixed=True)
+    store, rng = shelves.spaces["core"].stores[0].normal_(generator=generator(0)), generator(1)
+    end = shelves.nowhere("core")[0]                                                  # the last window is that of rows which fill up
+    first_A, n_A = torch.tensor([0, UNIT, 3 * UNIT, *[end] * fill]), torch.tensor([29, 1, 7, *[1] * fill])
+    q_A1HK = torch.randn(3 + fill, 1, 4, store.size(-1), generator=rng, dtype=store.dtype)
+    want_A1HK, *others = (read(q_A1HK, *store, first_A, n_A, 29) for read in model_py.READERS.values())
+    assert len(others) == 2
+    for got_A1HK in others:
+        torch.testing.assert_close(got_A1HK, want_A1HK)
+
+
+def test_torchs_kernel_takes_what_an_engine_hands_it():
+    of = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16, device="meta")  # noqa: E731
+    numbers = torch.empty(3, dtype=torch.long, device="meta")
+    assert model_py.read_torch(of(3, 1, 4, 16), of(64, 2, 16), of(64, 2, 16), numbers, numbers, 32).shape == (3, 1, 4, 16)
+
+
+@pytest.mark.parametrize("width, dtype, fits", [(64, torch.bfloat16, True), (256, torch.float16, True), (64, torch.float32, False), (12, torch.bfloat16, False), (264, torch.bfloat16, False)])
+def test_an_engine_asks_flash_kernels_only_for_heads_that_they_have(width, dtype, fits):
+    q = Mock(is_cuda=True, dtype=dtype, size=lambda axis: width)
+    assert model_py.flash_fits(q) == fits and not model_py.flash_fits(torch.zeros(1, 1, 1, width, dtype=dtype))
+
+
+# ------------------------------------------------------------------------------------------------------------------- users
+
+
+def test_who_leaves_the_run_of_an_engine_in_the_midst_misses_nothing_in_the_next():
+    model, requests, heard = build(), asks(7, seed=9), defaultdict(list)
+    engine = Engine(model, slots=4)
+    asked = [engine.submit(*request) for request in requests]
+    while engine.busy or engine.untold:
+        for request, token in engine.run():                                           # one, and away
+            heard[request].append(token)
+            break
+    assert [heard[request] for request in asked] == [alone(model, *request) for request in requests]
+
+
+def test_an_engine_serves_in_evaluation_mode_whoever_trains_in_between():
+    model = loud(tiny(**MIDDLE, router="expert", dropout=0.5)).double()
+    engine, texts = Engine(model, slots=2), []
+    asked = [engine.submit(*request) for request in asks(3)]
+    while engine.busy:
+        model.train()
+        engine.tick()
+    assert [request.text for request in asked] == [alone(model, *request) for request in asks(3)]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_two_engines_and_generate_share_a_model_and_nothing_else(fixed):
+    model, requests = build(router="expert", kv="share_v"), [asks(4, seed=seed) for seed in (1, 2)]
+    engines = [Engine(model, slots=2, fixed=fixed, **keys) for keys in (dict(exit="kl", exit_threshold=0.3), dict(core_rows=1))]
+    asked = [[engine.submit(*request) for request in some] for engine, some in zip(engines, requests)]
+    while any(engine.busy for engine in engines):
+        for engine in engines:
+            engine.tick()
+        alone(model, [1, 2], 2)
+    for texts, some, keys in zip(asked, requests, (dict(exit="kl", exit_threshold=0.3), {})):
+        assert [request.text for request in texts] == [alone(model, *request, **keys) for request in some]
+
+
+def test_who_is_put_aside_by_an_engine_whose_rows_are_in_step_waits_for_his_own():
+    requests = [([47, 51], 12), ([38, 13, 38], 8), (list(range(16)), 8)]              # the third comes back in the midst of its loop, while the others begin
+    engine = Engine(build(router="expert"), slots=4, n_whole=2, threshold=0, depthwise=False)
+    assert_as_alone(engine, requests, threshold=0)
+    assert engine.counts["put_aside"] > 0
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("serve")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        make_data(place)
+        make_config(place, router="expert", update="replace", depth_sampling="fixed", state_noise=0.0, gate_noise=0.0, max_iters=0)
+        train.main(["toy.py", "--out_dir=out/expert"])
+    return place
+
+
+def served(place, monkeypatch, capsys, lines, *argv, stdin=False):
+    """The answers of sample.py --requests to these lines, {id: answer}."""
+    text = "".join(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    monkeypatch.chdir(place)
+    (place / "asked.jsonl").write_text(text, encoding="utf-8", newline="")
+    capsys.readouterr()
+    failure = None
+    try:
+        sample.main(["--requests=asked.jsonl", "--device=cpu", "--max_new_tokens=5", *argv])
+    except UserError as error:
+        failure = str(error)
+    return {answer["id"]: answer for answer in map(json.loads, capsys.readouterr().out.split("\n")[:-1])}, failure
+
+
+def test_requests_from_a_file_are_served_with_their_own_settings(run_folder, monkeypatch, capsys):
+    model, tokenizer, _ = sample.load_run("out/expert" if monkeypatch.chdir(run_folder) else run_folder / "out/expert", "cpu")
+    asked = [{"prompt": "def x", "temperature": 0, "max_new_tokens": 4}, {"prompt": "self\u2028\x85 y", "id": "two", "temperature": 1, "seed": 5, "top_k": 7}, {"prompt": "", "top_p": 0.5}, "\n", "  \r\n",
+             {"prompt": "x", "id": "off", "top_k": None}]
+    got, failure = served(run_folder, monkeypatch, capsys, asked, "--slots=2", "--seed=3")
+    assert failure is None and set(got) == {0, "two", 2, "off"}
+    for key, draws, n, seed in ((0, dict(temperature=0, top_k=50), 4, 3), ("two", dict(temperature=1, top_k=7), 5, 5), (2, dict(temperature=0.8, top_k=50, top_p=0.5), 5, 5),
+                                ("off", dict(temperature=0.8, top_k=50), 5, 6)):
+        prompt = {0: "def x", "two": "self\u2028\x85 y", 2: "", "off": "x"}[key]
+        ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]
+        text = sample.Text(tokenizer, None)
+        for token in model.generate([torch.tensor(ids)], n, generator=generator(seed), **draws)[0].tolist()[len(ids):]:
+            text.add(token)
+        text.end()
+        assert got[key] == {"id": key, "text": text.text, "tokens": n, "ended": "length"}
+
+
+def test_a_request_that_cannot_be_served_is_answered_with_its_reason_and_the_others_are_served(run_folder, monkeypatch, capsys):
+    asked = [{"prompt": "x", "max_new_tokens": 10**30}, {"prompt": "x", "seed": 2**64}, {"prompt": "x", "temperature": -1}, {"prompt": "x", "top_k": -3}, {"prompt": "x", "top_p": 2}, '{"prompt": "x", "temperature": NaN}\n',
+             {"prompt": "x" * 40}, {"prompt": "x", "max_new_tokens": 0}, {"prompt": "x", "top_k": 10**30, "temperature": 1e300, "seed": -1}]
+    got, failure = served(run_folder, monkeypatch, capsys, asked)
+    assert failure == "8 of 9 requests failed; their answers say why" and got[8]["tokens"] == 5
+    words = ["can never fit", "does not fit into 64 bits", "temperature=-1.0", "top_k=-3", "top_p=2.0", "temperature=nan", "can never fit", "at least one token"]
+    assert all(word in got[i]["error"] and "\n" not in got[i]["error"] for i, word in enumerate(words))
+
+
+@pytest.mark.parametrize("line, words", [
+    ("no json", "line 2 is no JSON"), ("[" * 100_000, "line 2 is no JSON"), ("[1]", "line 2 is no request"), ('"text"', "line 2 is no request"), ("{}", "line 2 is no request"), ('{"prompt": 3}', "line 2 is no request"),
+    ('{"prompt": null}', "line 2 is no request"), ('{"prompt": "x", "seed": true}', "line 2: {'seed': True"), ('{"prompt": "x", "seed": 1.5}', "line 2: {'seed': 1.5"), ('{"prompt": "x", "top_k": "5"}', "line 2: {'top_k': '5'"),
+    ('{"prompt": "x", "max_new_tokens": Infinity}', "line 2: {'max_new_tokens': inf"), ('{"prompt": "x", "max_new_tokens": {"n": 1}}', "line 2: {'max_new_tokens': {"), ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "line 2: {'temperature': 1000"),
+    ('{"prompt": "x", "promt": "x"}', "line 2: {'promt': 'x'} is not understood; a request has prompt, id, max_new_tokens"), ('{"prompt": "x", "id": []}', "line 2: {'id': []"), ('{"prompt": "x", "a\\nb": 1}', r"line 2: {'a\nb': 1}"),
+    ('{"prompt": "x", "stop": ' + '"' + "y" * 10_000 + '", "seed": "' + "z" * 10_000 + '"}', "line 2: {'seed': 'zzz")], ids=lambda value: value[:40])
+def test_serve_refuses_a_line_that_is_no_request_by_its_number(line, words, run_folder, monkeypatch, capsys):
+    got, failure = served(run_folder, monkeypatch, capsys, ['{"prompt": "x"}\n', line + "\n"])
+    assert not got and words in failure and "\n" not in failure and len(failure) < 300 and failure.startswith("--requests=asked.jsonl: line 2")
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--requests=none.jsonl"], "--requests=none.jsonl: cannot be read as UTF-8 text (No such file"), (["--requests=."], "--requests=.: cannot be read"), (["--requests=out/expert/ckpt.pt"], "--requests=out/expert/ckpt.pt: cannot be read"),
+    (["--requests=empty.jsonl"], "holds no request"), (["--requests=one.jsonl", "--slots=0"], "slots=0 is out of range"), (["--requests=one.jsonl", "--num_samples=2"], "--num_samples does not go with --requests"),
+    (["--requests=one.jsonl", "--use_cache=False"], "--use_cache does not go with --requests"), (["--requests=one.jsonl", "--start=x"], "--start does not go with --requests")], ids=lambda value: str(value)[:50])
+def test_serve_refuses_flags_and_files_that_it_cannot_use(argv, words, run_folder, monkeypatch):
+    monkeypatch.chdir(run_folder)
+    (run_folder / "empty.jsonl").write_text(" \n\n"), (run_folder / "one.jsonl").write_text('{"prompt": "x"}')
+    assert words in refusal(sample.main, [*argv, "--device=cpu"])
+
+
+def test_serve_leaves_autocast_as_it_was_and_answers_in_bfloat16_too(run_folder, monkeypatch, capsys):
+    got, failure = served(run_folder, monkeypatch, capsys, [{"prompt": "x"}, {"prompt": "def y"}], "--dtype=bfloat16", "--slots=99")
+    assert failure is None and [got[i]["tokens"] for i in (0, 1)] == [5, 5]
+    assert not torch.is_autocast_enabled("cpu")
