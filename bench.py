@@ -34,8 +34,9 @@ serve: a queue of requests with lengths from a normal distribution. Each begins 
 begin with end-of-text and are drawn, so that its exits are those of its own texts. A config without a router is the baseline of those named
 after it: sequence by sequence, at --slots in flight and at as many as each of theirs. A routed one serves depth-wise: (a) as many in flight,
 (b) with as many rows in the core, those outside it more in flight, (c) as many in flight as the baseline's K/V memory holds, (d) as (b) with
-finish and start waiting for as many rows, so more in flight, and (a) with windows as long as the text. tokens/s are of the steady state: from --warmup tokens for each request in flight until the queue is empty. `steps` are
-those of the core per token; `ceiling` is the ratio of FLOPs counted in that time, per token; `share` how much of it the ratio reaches.
+finish and start waiting for as many rows, so more in flight, and (a) with windows as long as the text. tokens/s are of the steady state: from
+--warmup tokens for each request in flight until the queue is empty. `steps` are those of the core per token; `ceiling` is the ratio of FLOPs
+counted in that time, per token; `share` how much of it the ratio reaches.
 Cache writes are in the time; --unwritten=true: runs that leave them out, as the paper does, take turns with the others. Exits are
 imposed (balanced: of N tokens in a row each takes another number of steps) or the router's own (learned).
 --batches: tokens/s against requests in flight, in place of the table.
