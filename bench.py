@@ -52,6 +52,7 @@ import copy
 import datetime
 import functools
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -134,7 +135,7 @@ class BenchConfig:
 
 
 class Run(NamedTuple):
-    """Something to time. step() does it once and returns None, or the seconds to its first token."""
+    """Something to time. step() does it once and returns None, the seconds to its first token, or its pieces: see one_round."""
     step: Callable
     flops: float                          # of one step
     tokens: int                           # of one step, all micro-batches together
@@ -159,17 +160,34 @@ def machine(device):
 
 def interleave(runs, repeats, device):
     """({name: [(seconds, what the step returned) per repeat]}, {name: seconds of the first round, which is set apart})."""
-    times, first = {name: [] for name in runs}, {}
-    rounds = [(i, name) for i in range(-1, repeats) for name in runs]
-    for i, name in tqdm(rounds, disable=None, leave=False):
+    rounds = [one_round(runs, device) for _ in tqdm(range(-1, repeats), disable=None, leave=False)]
+    return {name: [found[name] for found in rounds[1:]] for name in runs}, {name: took for name, (took, _) in rounds[0].items()}
+
+
+def one_round(runs, device):
+    """{name: (seconds, what the step returned)}. Steps that come in pieces (generators that yield how much is done, from 0 to 1) take
+    turns piece by piece, so that all of them meet the machine in the same mood: the one that has done least goes next."""
+    seconds, returned, pieces, done = dict.fromkeys(runs, 0.0), {}, {}, {}
+
+    def timed(name, do):
         start = clock(device)
-        returned = runs[name].step()
-        took = clock(device) - start
-        if i < 0:
-            first[name] = took
-        else:
-            times[name].append((took, returned))
-    return times, first
+        try:
+            return do()
+        finally:
+            seconds[name] += clock(device) - start
+
+    for name, run in runs.items():
+        returned[name] = timed(name, run.step)
+        if inspect.isgenerator(returned[name]):
+            pieces[name], done[name] = returned[name], 0.0
+    while pieces:
+        name = min(pieces, key=done.get)
+        try:
+            done[name] = timed(name, functools.partial(next, pieces[name]))
+        except StopIteration as end:
+            returned[name] = end.value
+            del pieces[name]
+    return {name: (seconds[name], returned[name]) for name in runs}
 
 
 def measure(runs, repeats, device):
@@ -793,27 +811,30 @@ def balanced(cfg):
     return lambda number, position: 1 + (number + position) % cfg.n_recur
 
 
-def mark(engine, tokens, device):
-    return clock(device), tokens, Counter(engine.counts)
-
-
 def serve_queue(engine, lengths, warm, device, eot=None):
-    """All of a queue. Returns marks (time, tokens written, counts): at the start, once `warm` tokens are written, when the queue is
-    empty, at the end; the second is None where the queue is empty before. eot: of a trained model, whose tokens are drawn: greedy, all
-    would write one text, which soon goes round in circles, and exits would be those of that text."""
+    """All of a queue, tick by tick: yields how much of it is done. Returns marks (seconds in ticks, tokens written, counts): at the start, once
+    `warm` tokens are written, when the queue is empty, at the end; the second is None where the queue is empty before. eot: of a trained
+    model, whose tokens are drawn: greedy, all would write one text, which soon goes round in circles, and exits would be those of that text."""
+    engine.number = 0                                         # imposed steps follow it: the same in each repeat
     for i, length in enumerate(lengths):
         engine.submit(first_token(i, engine.model.cfg) if eot is None else [eot], length, temperature=0.0 if eot is None else 1.0, seed=i)
-    tokens, marks = 0, [mark(engine, 0, device), None, None]
+    tokens, seconds = 0, 0.0
+    mark = lambda: (seconds, tokens, Counter(engine.counts))                     # noqa: E731
+    marks = [mark(), None, None]
     while engine.busy:
-        for request, token in engine.tick():
+        start = clock(device)
+        told = engine.tick()
+        seconds += clock(device) - start
+        for request, token in told:
             if token is None:
                 raise ValueError(f"request {request.number} failed: {request.error}")
             tokens += 1
         if marks[1] is None and tokens >= warm and engine.waiting:
-            marks[1] = mark(engine, tokens, device)
+            marks[1] = mark()
         if marks[2] is None and not engine.waiting:
-            marks[2] = mark(engine, tokens, device)
-    return [*marks, mark(engine, tokens, device)]
+            marks[2] = mark()
+        yield tokens / sum(lengths)
+    return [*marks, mark()]
 
 
 def between(start, end):
@@ -837,21 +858,19 @@ def served_flops(cfg, counts):
 
 
 def serving(model, plan, lengths, s, device, eot=None):
-    """A Run whose step serves the queue (the first time a few requests, to warm up) and returns its marks."""
+    """A Run whose step serves the queue (the first time a few requests, to warm up) and returns its marks. One engine serves all repeats."""
     cfg, calls, n_places = model.cfg, [], max(lengths)
     steps = balanced(cfg) if cfg.router != "none" and s.exits == "balanced" else None
     warm = plan.slots * (statistics.fmean(lengths) if s.warmup is None else s.warmup)
-
-    def engine():
-        return Engine(model, plan.slots, n_places=n_places, steps=steps, depthwise=plan.kind != "baseline", **plan.options)
+    engine = Engine(model, plan.slots, n_places=n_places, steps=steps, depthwise=plan.kind != "baseline", **plan.options)
 
     def step():
         calls.append(None)
         if len(calls) == 1:
-            return serve_queue(engine(), [min(4, n) for n in lengths[: plan.slots]], warm, device, eot)
-        return check_steady(plan, serve_queue(engine(), lengths, warm, device, eot), lengths)
+            return (yield from serve_queue(engine, [min(4, n) for n in lengths[: plan.slots]], warm, device, eot))
+        return check_steady(plan, (yield from serve_queue(engine, lengths, warm, device, eot)), lengths)
 
-    return Run(step, 0, sum(lengths), {"in_flight": plan.slots, "kv_bytes": engine().shelves.nbytes(), "kind": plan.kind, "config": plan.config})
+    return Run(step, 0, sum(lengths), {"in_flight": plan.slots, "kv_bytes": engine.shelves.nbytes(), "kind": plan.kind, "config": plan.config})
 
 
 @contextlib.contextmanager
@@ -867,8 +886,14 @@ def without_writes():
 def unwritten(run):
     """The same without cache writes."""
     def step():
-        with without_writes():
-            return run.step()
+        pieces = run.step()
+        while True:
+            with without_writes():
+                try:
+                    done = next(pieces)
+                except StopIteration as end:
+                    return end.value
+            yield done
     return run._replace(step=step)
 
 
@@ -1075,20 +1100,21 @@ def write_batch(net, first_B1, n_new, device):
     from transformers import GenerationConfig
     ids_B1 = torch.tensor(first_B1, device=device)
     settings = GenerationConfig(max_new_tokens=n_new, do_sample=False, use_cache=True, pad_token_id=0)
-    return net.generate(ids_B1, attention_mask=torch.ones_like(ids_B1), generation_config=settings)[:, 1:]
+    with torch.inference_mode():
+        return net.generate(ids_B1, attention_mask=torch.ones_like(ids_B1), generation_config=settings)[:, 1:]
 
 
 def static_batches(model, lengths, s, device):
     """generate on --slots requests after the other, each batch until its longest is done. Returns (tokens wanted, computed)."""
     net, calls = as_hugging_face(model), []
 
-    @torch.inference_mode()
     def step():
         calls.append(None)
         batches = [lengths[i : i + s.slots] for i in range(0, len(lengths), s.slots)][: None if len(calls) > 1 else 1]
         for i, batch in enumerate(batches):
             first_B1 = [first_token(i * s.slots + row, model.cfg) for row in range(len(batch))]
             write_batch(net, first_B1, max(batch) if len(calls) > 1 else 2, device)
+            yield (i + 1) / len(batches)
         return sum(map(sum, batches)), sum(len(batch) * max(batch) for batch in batches)
 
     return Run(step, 0, sum(lengths), {})
