@@ -420,7 +420,7 @@ class Shelves:
         make = lambda: torch.zeros(2, n_slots + fixed, cfg.kv_heads, cfg.head_width, dtype=dtype, device=device)
         self.share, self.scratch = FOLDS[how], [make() for _ in range(cfg.n_core * (how in ("first", "mean")))]
         self.half = {"share_k": 0, "share_v": 1}.get(cfg.kv)
-        self.halves = [make()[0, :, None] for _ in range(cfg.n_core * (self.half is not None))]
+        self.halves = [make()[0, :, None].clone() for _ in range(cfg.n_core * (self.half is not None))]
 
     def sizes(self, n):
         """Places that a request of n tokens is given, lane by lane."""

@@ -738,7 +738,7 @@ def test_serve_counts_the_flops_of_every_matrix_product_that_is_run(name):
     assert counter.get_total_flops() == bench.served_flops(cfg, engine.counts)
 
 
-@pytest.mark.parametrize("name", [name for name in RECOUNTED if name != "keys"])           # of what kv=share_k keeps beside its windows half is a view
+@pytest.mark.parametrize("name", RECOUNTED)
 def test_serve_shows_the_bytes_of_keys_and_values_that_are_allocated(name):
     """Recounted by storage: making an engine makes nothing else."""
     model, s = GPT(RECOUNTED[name]).eval(), bench.settings_of(["serve"])[1]["vanilla_14"]
