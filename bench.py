@@ -27,16 +27,17 @@ stop at different steps, a step counts as much as a pass with as many rows: a ro
 Caches begin at the declared capacities; steps imposed beyond them make them grow, and that is in the time.
 
 decode: every config eagerly and (--compile=true, CUDA) compiled. Ratios are of the time of the tokens after the first, to the
-first config run likewise. Below it K and V as serving allocates them, beside the formula. --contexts: time per token against
-the length of the text, in place of both.
+first config run likewise; a router of random weights lets through what it will, so no FLOPs stand there. Below it K and V as serving
+allocates them, beside the formula. --contexts: time per token against the length of the text, in place of both.
 
-serve: a queue of requests with an empty prompt and lengths from a normal distribution, all greedy. A config without a router
-is the baseline of those named after it: sequence by sequence, at --slots in flight and at as many as each of theirs. A routed one
-serves depth-wise: (a) as many in flight, (b) with as many rows in the core, those outside it more in flight, (c) as many in flight
-as the baseline's K/V memory holds, (d) as (b) with finish and start waiting for as many rows, so more in flight, and (a) with windows
-as long as the text. tokens/s are of the steady state: from --warmup
-tokens for each request in flight until the queue is empty. `ceiling` is the ratio of FLOPs counted in that time, per token;
-`share` how much of it the ratio reaches. Cache writes are in the time; `unwritten`, one run more, leaves them out, as the paper does. Exits are
+serve: a queue of requests with lengths from a normal distribution. Each begins with a token of its own and is greedy; of a trained --run they
+begin with end-of-text and are drawn, so that its exits are those of its own texts. A config without a router is the baseline of those named
+after it: sequence by sequence, at --slots in flight and at as many as each of theirs. A routed one serves depth-wise: (a) as many in flight,
+(b) with as many rows in the core, those outside it more in flight, (c) as many in flight as the baseline's K/V memory holds, (d) as (b) with
+finish and start waiting for as many rows, so more in flight, and (a) with windows as long as the text. tokens/s are of the steady state: from
+--warmup tokens for each request in flight until the queue is empty. `steps` are those of the core per token; `ceiling` is the ratio of FLOPs
+counted in that time, per token; `share` how much of it the ratio reaches.
+Cache writes are in the time; --unwritten=true: runs that leave them out, as the paper does, take turns with the others. Exits are
 imposed (balanced: of N tokens in a row each takes another number of steps) or the router's own (learned).
 --batches: tokens/s against requests in flight, in place of the table.
 
@@ -51,6 +52,7 @@ import copy
 import datetime
 import functools
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -114,14 +116,15 @@ class BenchConfig:
     paper: bool = key(False, "decode, serve: the shapes of the papers' tables, and their configs where none is named")
     contexts: list[int] = key([], "decode: time per token in texts of these lengths instead, for example 128,256,512,1024,2048")
     slots: int = key(32, "serve: requests in flight, and rows of the core that are kept full")
-    requests: int = key(128, "serve: length of the queue")
+    requests: int = key(160, "serve: length of the queue")
     length_mean: float = key(16.0, "serve: mean of the requests' lengths")
     length_std: float = key(4.0, "serve: their standard deviation; clipped to 1 .. block_size - 1")
-    warmup: int | None = key(None, "serve: tokens for each request in flight before time is taken; None = length_mean")
+    warmup: int | None = key(None, "serve: tokens for each request in flight before time is taken; None = the queue's mean length")
     finish_rows: int = key(1, "serve: with a full core, finish waits for so many rows (row d: for --slots)")
-    rows: list[str] = key(["a", "long", "b", "c", "d"], "serve: which rows of a routed config")
+    rows: list[str] = key(["a", "long", "b", "c", "d"], "serve: which rows of a routed config, for example --rows=b --rows=d")
     exits: str = key("balanced", "serve: steps of a routed token: balanced = imposed, each number equally often; learned = the router's own", choices=("balanced", "learned"))
     run: str | None = key(None, "serve: folder of a trained run to serve too, after a dense baseline of its shape")
+    unwritten: bool = key(False, "serve: the same runs without cache writes too, as the paper takes time: twice the time (--paper=true: True)")
     batches: list[int] = key([], "serve: tokens/s at so many requests in flight instead, for example 1,2,4,8,16,32,64")
     fixed: bool | None = key(None, "decode: one more row, by the serving engine in passes of fixed shapes (on CUDA as graphs); None = on CUDA")
     threads: int = key(1, "CPU threads (ladder: of each run)")
@@ -132,7 +135,7 @@ class BenchConfig:
 
 
 class Run(NamedTuple):
-    """Something to time. step() does it once and returns None, or the seconds to its first token."""
+    """Something to time. step() does it once and returns None, the seconds to its first token, or its pieces: see one_round."""
     step: Callable
     flops: float                          # of one step
     tokens: int                           # of one step, all micro-batches together
@@ -151,19 +154,40 @@ def clock(device):
     return time.process_time()
 
 
+def machine(device):
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
 def interleave(runs, repeats, device):
     """({name: [(seconds, what the step returned) per repeat]}, {name: seconds of the first round, which is set apart})."""
-    times, first = {name: [] for name in runs}, {}
-    rounds = [(i, name) for i in range(-1, repeats) for name in runs]
-    for i, name in tqdm(rounds, disable=None, leave=False):
+    rounds = [one_round(runs, device) for _ in tqdm(range(-1, repeats), disable=None, leave=False)]
+    return {name: [found[name] for found in rounds[1:]] for name in runs}, {name: took for name, (took, _) in rounds[0].items()}
+
+
+def one_round(runs, device):
+    """{name: (seconds, what the step returned)}. Steps that come in pieces (generators that yield how much is done, from 0 to 1) take
+    turns piece by piece, so that all of them meet the machine in the same mood: the one that has done least goes next."""
+    seconds, returned, pieces, done = dict.fromkeys(runs, 0.0), {}, {}, {}
+
+    def timed(name, do):
         start = clock(device)
-        returned = runs[name].step()
-        took = clock(device) - start
-        if i < 0:
-            first[name] = took
-        else:
-            times[name].append((took, returned))
-    return times, first
+        try:
+            return do()
+        finally:
+            seconds[name] += clock(device) - start
+
+    for name, run in runs.items():
+        returned[name] = timed(name, run.step)
+        if inspect.isgenerator(returned[name]):
+            pieces[name], done[name] = returned[name], 0.0
+    while pieces:
+        name = min(pieces, key=done.get)
+        try:
+            done[name] = timed(name, functools.partial(next, pieces[name]))
+        except StopIteration as end:
+            returned[name] = end.value
+            del pieces[name]
+    return {name: (seconds[name], returned[name]) for name in runs}
 
 
 def measure(runs, repeats, device):
@@ -309,7 +333,7 @@ def train(all_settings, cfgs, device, dtype, autocast):
             pairs[name] = f"{name} transformers" if dense.layout == cfg.layout else f"{name} transformers, dense {dense.layout}"
             runs[pairs[name]] = train_step(theirs, dense, 1, one, device, autocast, compiled)
     print(heading("train", all_settings, cfgs, lambda one, cfg: f"{one.batch_size} rows x {tokens_of(cfg, one)} tokens x "
-                  f"{one.gradient_accumulation_steps} accumulation", f"{device} {dtype}{' compiled' if compiled else ''}"))
+                  f"{one.gradient_accumulation_steps} accumulation", f"{machine(device)}, {dtype}{' compiled' if compiled else ''}"))
     times, rows = measure(runs, s.repeats, device)
     for row, run in zip(rows, runs.values()):
         row.update(peak_bytes=peak_bytes(run, device, compiled), utilisation=utilisation(run.flops / row["ms"] * 1e3, device, dtype))
@@ -341,14 +365,20 @@ def build(cfg, device, dtype, compiled=False):
     return model, clock(device) - start
 
 
+def writing(cfg, s, device, dtype, compiled):
+    """(model, a prompt for every row, what a line of the table says of them)."""
+    check_length(cfg, s)
+    model, setup = build(cfg, device, dtype, compiled)
+    prompts = torch.randint(cfg.vocab_size, (s.batch_size, s.prompt_tokens)).tolist()
+    return model, prompts, {"setup_seconds": setup, "batch_size": s.batch_size, "prompt_tokens": s.prompt_tokens, "new_tokens": s.new_tokens}
+
+
 def generate_step(cfg, s, device, autocast, use_cache, dtype="float32", compiled=False):
     """new_tokens for every row. FLOPs: with a cache one pass over all tokens (causal attention adds up the same token by
     token), without one a pass over the whole context per token; logits only where a token is drawn."""
-    check_length(cfg, s)
-    model, setup = build(cfg, device, dtype, compiled)
+    model, prompts, facts = writing(cfg, s, device, dtype, compiled)
     model.check_depth(s.depth)
     cfg.check_cache(s.cache)
-    prompts = torch.randint(cfg.vocab_size, (s.batch_size, s.prompt_tokens)).tolist()
 
     def step():
         with autocast:
@@ -363,16 +393,12 @@ def generate_step(cfg, s, device, autocast, use_cache, dtype="float32", compiled
     head, whole = 2 * cfg.vocab_size * cfg.n_embd, lambda n: n * cfg.flops_per_token(n, depth=s.depth)
     passes = [last] if use_cache else range(s.prompt_tokens, last + 1)
     flops = s.batch_size * (sum(map(whole, passes)) - (sum(passes) - s.new_tokens) * head)
-    return Run(step, flops, s.batch_size * s.new_tokens,
-               {"setup_seconds": setup, "batch_size": s.batch_size, "prompt_tokens": s.prompt_tokens, "new_tokens": s.new_tokens},
-               lambda: [*model.parameters(), *model.buffers()])
+    return Run(step, flops, s.batch_size * s.new_tokens, facts, lambda: [*model.parameters(), *model.buffers()])
 
 
 def engine_step(cfg, s, device, dtype, compiled):
     """The same as generate_step, by the serving engine in passes of fixed shapes: on CUDA replayed as graphs, without a launch per operation."""
-    check_length(cfg, s)
-    model, setup = build(cfg, device, dtype, compiled)
-    prompts = torch.randint(cfg.vocab_size, (s.batch_size, s.prompt_tokens)).tolist()
+    model, prompts, facts = writing(cfg, s, device, dtype, compiled)
     engine = Engine(model, s.batch_size, n_places=s.prompt_tokens + s.new_tokens - 1, depth=s.depth, cache=s.cache, depthwise=False, fixed=True)
 
     def step():
@@ -384,8 +410,7 @@ def engine_step(cfg, s, device, dtype, compiled):
             engine.tick()
         return to_first
 
-    return Run(step, 0, s.batch_size * s.new_tokens,
-               {"setup_seconds": setup, "batch_size": s.batch_size, "prompt_tokens": s.prompt_tokens, "new_tokens": s.new_tokens},
+    return Run(step, 0, s.batch_size * s.new_tokens, facts,
                lambda: [*model.parameters(), *model.buffers(), *(store for space in engine.shelves.spaces.values() for store in space.stores)])
 
 
@@ -395,7 +420,7 @@ def generate(all_settings, cfgs, device, dtype, autocast):
         print("note: bench.py generate runs eagerly", file=sys.stderr)
     runs = {f"{name} {how}": generate_step(cfg, all_settings[name], device, autocast, how == "cached")
             for name, cfg in cfgs.items() for how in ("cached", "uncached")}
-    print(heading("generate", all_settings, cfgs, lambda one, cfg: f"depth {depth_of(cfg, one)}, cache {one.cache}", f"{device} {dtype}"))
+    print(heading("generate", all_settings, cfgs, lambda one, cfg: f"depth {depth_of(cfg, one)}, cache {one.cache}", f"{machine(device)}, {dtype}"))
     _, rows = measure(runs, s.repeats, device)
     for row in rows:
         B, to_first, decode, more = row["batch_size"], row["first_token_ms"], row["ms"] - row["first_token_ms"], row["new_tokens"] - 1
@@ -540,7 +565,7 @@ def steps(all_settings, cfgs, device, dtype, autocast):
         check_imposable(name, cfg, all_settings[name])
     parts = {name: told_runs(name, cfg, all_settings[name], device, autocast) for name, cfg in cfgs.items()}
     print(heading("steps", all_settings, cfgs, lambda one, cfg: f"{one.batch_size} rows, {one.prompt_tokens} prompt and {one.new_tokens} new tokens",
-                  f"{device} {dtype}"))
+                  f"{machine(device)}, {dtype}"))
     times, _ = interleave({key: run for part in parts.values() for runs in part for key, run in runs.items()}, s.repeats, device)
     rows, fits = [], {}
     for name, (imposed, free) in parts.items():
@@ -614,15 +639,15 @@ def decode(all_settings, cfgs, device, dtype, autocast):
                                if kind in ("eager", "compiled") else engine_step(cfgs[name], all_settings[name], device, dtype, compiled))
     runs = {key: make(name, kind) for name, keys in kinds.items() for key, kind in keys.items()}
     print(heading("decode", all_settings, cfgs, lambda one, cfg: f"batch {one.batch_size}, {one.prompt_tokens} prompt and {one.new_tokens} new tokens, "
-                  f"depth {depth_of(cfg, one)}, cache {one.cache}", f"{device}, weights {dtype}"))
+                  f"depth {depth_of(cfg, one)}, cache {one.cache}", f"{machine(device)}, weights {dtype}"))
     times, first = interleave(runs, s.repeats, device)
-    references, rows = list(kinds[next(iter(cfgs))]), []
+    references, rows, flops = list(kinds[next(iter(cfgs))]), [], {name: flops_to_decode(cfg, all_settings[name]) for name, cfg in cfgs.items()}
     for name, keys in kinds.items():
+        over = over_first(flops[name], flops)
         for reference, (key, how) in zip(references, keys.items()):
-            rows.append({"name": key, **decode_row(times[key], times[reference], all_settings[name]), "first_seconds": first[key],
-                         "flops_ratio": flops_to_decode(cfgs[name], all_settings[name]) / flops_to_decode(*(of[next(iter(cfgs))] for of in (cfgs, all_settings))),
+            row = decode_row(times[key], times[reference], all_settings[name])
+            rows.append({"name": key, **row, "first_seconds": first[key], "flops_ratio": over, "time_over_flops": over and row["time_ratio"] / over,
                          "peak_bytes": peak_bytes(runs[key], device, "compiled" in how), **runs[key].facts})
-            rows[-1]["time_over_flops"] = rows[-1]["time_ratio"] / rows[-1]["flops_ratio"]
     table(rows, [("batch", "batch_size", "", 1), ("prompt", "prompt_tokens", ",", 1), ("new", "new_tokens", ",", 1), ("ms/token", "ms", ".3f", 1),
                  ("spread", "spread_ms", ".3f", 1), ("first ms", "first_token_ms", ".2f", 1), ("prefill tok/s", "prefill_tokens_per_second", ",.0f", 1),
                  ("decode tok/s", "decode_tokens_per_second", ",.0f", 1), ("MiB", "peak_bytes", ",.1f", 2**-20), ("setup s", "setup_seconds", ".2f", 1),
@@ -640,9 +665,17 @@ def decode_row(times, references, s):
 
 
 def flops_to_decode(cfg, s):
-    """Of the tokens after the first, in all rows: what a pass over all tokens costs more than one over the prompt."""
+    """Of the tokens after the first, in all rows: what a pass over all tokens costs more than one over the prompt. None where a router says how
+    far they go."""
+    if cfg.router != "none":
+        return None
     whole = lambda n: n * cfg.flops_per_token(n, depth=s.depth)
     return s.batch_size * (whole(s.prompt_tokens + s.new_tokens - 1) - whole(s.prompt_tokens)) / (s.new_tokens - 1)
+
+
+def over_first(flops, all_flops):
+    first = next(iter(all_flops.values()))
+    return flops / first if flops and first else None
 
 
 def allocated(cfg, slots, n_places, dtype, depth=None, cache="full"):
@@ -681,7 +714,7 @@ def lengthen(all_settings, cfgs, device, dtype, compiled):
         model, _ = build(wide, device, dtype, compiled)
         runs |= {f"{name} at {context}": context_step(model, context, one, device) for context in contexts}
     print(heading("decode", all_settings, cfgs, lambda one, cfg: f"batch {one.batch_size}, {one.new_tokens} new tokens after texts of {', '.join(map(str, contexts))}, "
-                  f"depth {depth_of(cfg, one)}, cache {one.cache}", f"{device}, weights {dtype}{' compiled' if compiled else ''}"))
+                  f"depth {depth_of(cfg, one)}, cache {one.cache}", f"{machine(device)}, weights {dtype}{' compiled' if compiled else ''}"))
     times, first = interleave(runs, s.repeats, device)
     rows, fits, curves = [], {}, {}
     for key, run in runs.items():
@@ -761,36 +794,51 @@ def queue_of(s, cfgs, n):
     return drawn.round().clamp(1, max(1, most)).int().tolist()
 
 
+def first_token(i, cfg):
+    """All that request i of a queue begins with: each with another, so that they write texts of their own."""
+    return [i % cfg.vocab_size]
+
+
 def balanced(cfg):
     """Steps of a token: of n_recur tokens of a request in a row each takes another number; requests differ in where they begin."""
     return lambda number, position: 1 + (number + position) % cfg.n_recur
 
 
-def mark(engine, tokens, device):
-    return clock(device), tokens, Counter(engine.counts)
-
-
-def serve_queue(engine, lengths, warm, device):
-    """All of a queue. Returns marks (time, tokens written, counts): at the start, once `warm` tokens are written, when the queue is
-    empty, at the end. The middle two are None where they come too late or in the wrong order."""
-    for length in lengths:
-        engine.submit([0], length)
-    tokens, marks = 0, [mark(engine, 0, device), None, None]
+def serve_queue(engine, lengths, warm, device, eot=None):
+    """All of a queue, tick by tick: yields how much of it is done. Returns marks (seconds in ticks, tokens written, counts): at the start, once
+    `warm` tokens are written, when the queue is empty, at the end; the second is None where the queue is empty before. eot: of a trained
+    model, whose tokens are drawn: greedy, all would write one text, which soon goes round in circles, and exits would be those of that text."""
+    engine.number = 0                                         # imposed steps follow it: the same in each repeat
+    for i, length in enumerate(lengths):
+        engine.submit(first_token(i, engine.model.cfg) if eot is None else [eot], length, temperature=0.0 if eot is None else 1.0, seed=i)
+    tokens, seconds = 0, 0.0
+    mark = lambda: (seconds, tokens, Counter(engine.counts))                     # noqa: E731
+    marks = [mark(), None, None]
     while engine.busy:
-        for request, token in engine.tick():
+        start = clock(device)
+        told = engine.tick()
+        seconds += clock(device) - start
+        for request, token in told:
             if token is None:
                 raise ValueError(f"request {request.number} failed: {request.error}")
             tokens += 1
         if marks[1] is None and tokens >= warm and engine.waiting:
-            marks[1] = mark(engine, tokens, device)
+            marks[1] = mark()
         if marks[2] is None and not engine.waiting:
-            marks[2] = mark(engine, tokens, device)
-    return [*marks, mark(engine, tokens, device)]
+            marks[2] = mark()
+        yield tokens / sum(lengths)
+    return [*marks, mark()]
 
 
 def between(start, end):
     """(seconds, tokens, counts) from one mark to another."""
     return end[0] - start[0], end[1] - start[1], end[2] - start[2]
+
+
+def rate_of(marks):
+    """tokens/s of the steady state."""
+    seconds, tokens, _ = between(*marks[1:3])
+    return tokens / seconds
 
 
 def served_flops(cfg, counts):
@@ -802,20 +850,20 @@ def served_flops(cfg, counts):
     return counts["finish_rows"] * once + first * at(1) + (core_rows - first) * (at(2) - at(1)) + core_rows * per_step + 4 * D * keys
 
 
-def serving(model, plan, lengths, s, device):
-    """A Run whose step serves the queue (the first time a few requests, to warm up) and returns its marks."""
+def serving(model, plan, lengths, s, device, eot=None):
+    """A Run whose step serves the queue (the first time a few requests, to warm up) and returns its marks. One engine serves all repeats."""
     cfg, calls, n_places = model.cfg, [], max(lengths)
     steps = balanced(cfg) if cfg.router != "none" and s.exits == "balanced" else None
-    warm = plan.slots * (s.length_mean if s.warmup is None else s.warmup)
-
-    def engine():
-        return Engine(model, plan.slots, n_places=n_places, steps=steps, depthwise=plan.kind != "baseline", **plan.options)
+    warm = plan.slots * (statistics.fmean(lengths) if s.warmup is None else s.warmup)
+    engine = Engine(model, plan.slots, n_places=n_places, steps=steps, depthwise=plan.kind != "baseline", **plan.options)
 
     def step():
         calls.append(None)
-        return serve_queue(engine(), lengths if len(calls) > 1 else [min(4, n) for n in lengths[: plan.slots]], warm, device)
+        if len(calls) == 1:
+            return (yield from serve_queue(engine, [min(4, n) for n in lengths[: plan.slots]], warm, device, eot))
+        return check_steady(plan, (yield from serve_queue(engine, lengths, warm, device, eot)), lengths)
 
-    return Run(step, 0, sum(lengths), {"in_flight": plan.slots, "kv_bytes": engine().shelves.nbytes(), "kind": plan.kind, "config": plan.config})
+    return Run(step, 0, sum(lengths), {"in_flight": plan.slots, "kv_bytes": engine.shelves.nbytes(), "kind": plan.kind, "config": plan.config})
 
 
 @contextlib.contextmanager
@@ -826,6 +874,20 @@ def without_writes():
         yield
     finally:
         Seat.write = write
+
+
+def unwritten(run):
+    """The same without cache writes."""
+    def step():
+        pieces = run.step()
+        while True:
+            with without_writes():
+                try:
+                    done = next(pieces)
+                except StopIteration as end:
+                    return end.value
+            yield done
+    return run._replace(step=step)
 
 
 def baselines_of(cfgs):
@@ -857,16 +919,20 @@ def plans_of(cfgs, lengths, s, dtype):
         fits[name] = most_that_fit(cfgs[name], n_places, dtype, allocated(cfgs[base], s.slots, n_places, dtype))
     for name, cfg in cfgs.items():
         if cfg.router == "none":
-            others = {slots for routed, base in above.items() if base == name
-                      for kind, slots in (("b", with_full_core(cfgs[routed], s)), ("c", fits[routed])) if kind in s.rows} - {s.slots, 0}
+            others = {slots for routed, base in above.items() if base == name for slots in in_flight(cfgs[routed], fits[routed], s).values()} - {s.slots}
             plans += [Plan(name, slots, "baseline") for slots in [s.slots, *sorted(others)]]
         else:
             pooled, full = {"finish_rows": s.finish_rows}, {"core_rows": s.slots}
-            these = [Plan(name, s.slots, "a", pooled), Plan(name, s.slots, "long", {"by_arrival": False, **pooled}),
-                     Plan(name, with_full_core(cfg, s), "b", full | pooled), Plan(name, fits[name], "c", pooled),
-                     Plan(name, with_full_core(cfg, s) + s.slots, "d", full | {"finish_rows": s.slots})]
-            plans += [plan for plan in these if plan.kind in s.rows and plan.slots]
+            options = {"a": pooled, "long": {"by_arrival": False, **pooled}, "b": full | pooled, "c": pooled, "d": full | {"finish_rows": s.slots}}
+            plans += [Plan(name, slots, kind, options[kind]) for kind, slots in in_flight(cfg, fits[name], s).items()]
     return plans, fits
+
+
+def in_flight(cfg, fit, s):
+    """{row of a routed config: requests in flight}, of the rows that are wanted. Windows as long as the text change texts: where exits follow them, no row."""
+    full = with_full_core(cfg, s)
+    slots = {"a": s.slots, "long": s.slots * (s.exits == "balanced"), "b": full, "c": fit, "d": full + s.slots}
+    return {kind: n for kind, n in slots.items() if kind in s.rows and n}
 
 
 def with_full_core(cfg, s):
@@ -877,29 +943,33 @@ def with_full_core(cfg, s):
 def serve_row(plan, cfg, all_marks):
     """Medians over repeats. tokens_per_second: of the steady state; flops_per_token: counted there."""
     steady, whole = [between(marks[1], marks[2]) for marks in all_marks], [between(marks[0], marks[3]) for marks in all_marks]
-    rates, counts = [tokens / seconds for seconds, tokens, _ in steady], steady[0][2]
+    rates, counts = list(map(rate_of, all_marks)), steady[0][2]        # the counts of all repeats are the same
     mean = lambda part: counts[f"{part}_rows"] / counts[f"{part}_calls"] if counts[f"{part}_calls"] else None
     return {"name": plan.title, "tokens_per_second": statistics.median(rates), "spread": max(rates) - min(rates), "steady_tokens": steady[0][1],
+            "steady_seconds": statistics.median(seconds for seconds, _, _ in steady), "steps": counts["core_rows"] / counts["finish_rows"],
             "whole_tokens_per_second": statistics.median(tokens / seconds for seconds, tokens, _ in whole), "rates": rates,
             "core_mean": mean("core"), "finish_mean": mean("finish"), "flops_per_token": served_flops(cfg, counts) / steady[0][1],
             "put_aside": whole[0][2]["put_aside"], "counts": dict(counts)}
 
 
-def check_steady(plan, marks, s):
-    if marks[1] is None or marks[2] is None or marks[2][1] <= marks[1][1]:
-        raise ValueError(f"requests={s.requests} are too few for a steady state with {plan.slots} in flight: the queue is empty before the warm-up is over; "
-                         f"give more --requests, or a shorter --warmup")
+def check_steady(plan, marks, lengths):
+    """The marks, where the steady state is long enough to be one: a token and more for each request in flight."""
+    n = marks[2][1] - marks[1][1] if marks[1] else 0
+    if n < plan.slots:
+        raise ValueError(f"requests={len(lengths)} are too few for a steady state of {plan.title}: {n} tokens come between the end of the warm-up and that of the "
+                         f"queue; give more --requests, a shorter --warmup, or leave that row out (--rows=)")
+    return marks
 
 
 def compare_rows(rows, above):
     """Ratios to the baseline: as many in flight as its first row (at_slots), and as many as the row itself (at_same)."""
-    ratio = lambda a, b: statistics.median(x / y for x, y in zip(a["rates"], b["rates"]))
+    ratio = lambda a, b, rates="rates": statistics.median(x / y for x, y in zip(a[rates], b[rates])) if a[rates] else None
     for row in rows:
         base = [other for other in rows if other["config"] == above.get(row["config"], row["config"]) and other["kind"] == "baseline"]
         same = next((other for other in base if other["in_flight"] == row["in_flight"]), None)
         row |= {"ratio": ratio(row, base[0]), "ratio_same": same and ratio(row, same), "ceiling": base[0]["flops_per_token"] / row["flops_per_token"]}
         row["share"] = row["ratio"] / row["ceiling"]
-        row["unwritten_ratio"] = row["unwritten_per_second"] and row["unwritten_per_second"] / base[0]["unwritten_per_second"]
+        row["unwritten_ratio"] = ratio(row, base[0], "unwritten_rates")
 
 
 def gains_of(rows):
@@ -908,8 +978,8 @@ def gains_of(rows):
     for name in dict.fromkeys(row["config"] for row in rows if row["kind"] != "baseline"):
         of = {row["kind"]: row["ratio"] for row in rows if row["config"] == name}
         over = lambda a, b: of[a] / of[b] if a in of and b in of else None       # noqa: E731, B023
-        found[name] = {"fewer steps": of.get("long"), "smaller windows": over("a", "long"), "fuller core": over("b", "a"),
-                       "full passes outside it": over("d", "b"), "or the batch that fits the baseline's memory": over("c", "a")}
+        found[name] = {"fewer steps": of.get("long"), "smaller windows": over("a", "long"), "fewer steps and smaller windows": None if "long" in of else of.get("a"),
+                       "fuller core": over("b", "a"), "full passes outside it": over("d", "b"), "or the batch that fits the baseline's memory": over("c", "a")}
     return found
 
 
@@ -919,65 +989,60 @@ def serve(all_settings, cfgs, device, dtype, autocast):
         raise ValueError(f"batch_size={s.batch_size}: serve counts requests in flight: --slots=, or for a curve --batches=")
     if s.compile is True:
         print("note: bench.py serve runs eagerly", file=sys.stderr)
-    cfgs, models, setup = models_of(cfgs, s, device, dtype)
+    cfgs, models, setup, eot = models_of(cfgs, s, device, dtype)
     above, lengths = baselines_of(cfgs), queue_of(s, cfgs, s.requests)
     if s.batches:
-        return crowd(cfgs, models, s, device, dtype)
+        return crowd(cfgs, models, s, device, dtype, eot)
     plans, fits = plans_of(cfgs, lengths, s, dtype)
-    runs = {plan.title: serving(models[plan.config], plan, lengths, s, device) for plan in plans}
+    runs = {plan.title: serving(models[plan.config], plan, lengths, s, device, eot) for plan in plans}
     for name in static_of(cfgs, s):
         runs[f"{name}, transformers"] = static_batches(models[name], lengths, s, device)
     print_serving(cfgs, s, f"{s.requests:,} requests of {statistics.fmean(lengths):.1f} tokens on average ({min(lengths)} to {max(lengths)})", device, dtype)
+    runs |= {f"{plan.title}, unwritten": unwritten(serving(models[plan.config], plan, lengths, s, device, eot)) for plan in plans
+             if s.unwritten and (cfgs[plan.config].router == "none" or s.exits == "balanced")}           # learned: what is read decides how far tokens go
     times, first = interleave(runs, s.repeats, device)
     rows = []
     for plan in plans:
-        all_marks = [marks for _, marks in times[plan.title]]
-        check_steady(plan, all_marks[0], s)
-        rows.append({**serve_row(plan, cfgs[plan.config], all_marks), **runs[plan.title].facts, "setup_seconds": setup[plan.config], "first_seconds": first[plan.title],
-                     "unwritten_per_second": unwritten(runs[plan.title], plan, cfgs[plan.config], s)})
+        quiet = [rate_of(marks) for _, marks in times.get(f"{plan.title}, unwritten", [])]
+        rows.append({**serve_row(plan, cfgs[plan.config], [marks for _, marks in times[plan.title]]), **runs[plan.title].facts, "setup_seconds": setup[plan.config],
+                     "first_seconds": first[plan.title], "unwritten_rates": quiet, "unwritten_per_second": statistics.median(quiet) if quiet else None})
     compare_rows(rows, above)
-    table(rows, [("in flight", "in_flight", "", 1), ("core rows", "core_mean", ".1f", 1), ("finish rows", "finish_mean", ".1f", 1),
+    table(rows, [("in flight", "in_flight", "", 1), ("core rows", "core_mean", ".1f", 1), ("finish rows", "finish_mean", ".1f", 1), ("steps", "steps", ".2f", 1),
                  ("tokens/s", "tokens_per_second", ",.0f", 1), ("spread", "spread", ",.0f", 1), (f"over {s.slots}", "ratio", ".3f", 1), ("over same", "ratio_same", ".3f", 1), ("ceiling", "ceiling", ".3f", 1),
                  ("share", "share", ".3f", 1), ("K/V MiB", "kv_bytes", ",.1f", 2**-20), ("unwritten", "unwritten_per_second", ",.0f", 1),
-                 (f"over {s.slots}", "unwritten_ratio", ".3f", 1), ("whole queue", "whole_tokens_per_second", ",.0f", 1)])
+                 (f"over {s.slots}", "unwritten_ratio", ".3f", 1), ("whole queue", "whole_tokens_per_second", ",.0f", 1),
+                 ("setup s", "setup_seconds", ".2f", 1), ("first s", "first_seconds", ".2f", 1), ("steady s", "steady_seconds", ".2f", 1)])
     gains, theirs = gains_of(rows), {name: against_static(name, times, models[name], lengths, s, device) for name in static_of(cfgs, s)}
     for name, found in gains.items():
-        N = cfgs[name].n_recur
-        print(f"{name}: {' x '.join(f'{what} {factor:.3f}' for what, factor in found.items() if factor)}; the K/V memory of {above[name]} at {s.slots} holds "
+        N, factors = cfgs[name].n_recur, " x ".join(f"{what} {factor:.3f}" for what, factor in found.items() if factor)
+        print(f"{name}: {factors and factors + '; '}the K/V memory of {above[name]} at {s.slots} holds "
               f"{fits[name]} requests of the longest ({s.slots} x 2N/(N+1) is {math.floor(s.slots * 2 * N / (N + 1))})")
     return {"rows": rows, "gains": gains, "fits": fits, "theirs": theirs, "exits": s.exits, "requests": len(lengths), "tokens": sum(lengths)}
 
 
 def models_of(cfgs, s, device, dtype):
-    """(configs, their models, seconds to make each); with --run those of the run and of a dense baseline of its shape."""
+    """(configs, their models, seconds to make each, None); with --run those of the run and of a dense baseline of its shape, and its end-of-text."""
+    eot = None
     if s.run:
         start = clock(device)
-        model, _, about = load_run(s.run, device)
-        name, trained = about["folder"].name, (model.to(getattr(torch, dtype)), clock(device) - start)
+        model, tokenizer, about = load_run(s.run, device)
+        eot, name, trained = tokenizer.eot_token, about["folder"].name, (model.to(getattr(torch, dtype)), clock(device) - start)
         if model.cfg.router == "none":
             raise ValueError(f"run={s.run!r} has no router ({model.cfg.layout}); its tokens all take the same steps: serve it by its config")
         dense = dense_twin(model.cfg, model.cfg.n_recur)
         built = {f"dense {dense.layout}": build(dense, device, dtype), name: trained}
     else:
         built = {name: build(cfg, device, dtype) for name, cfg in cfgs.items()}
-    return ({name: model.cfg for name, (model, _) in built.items()}, *({name: pair[i] for name, pair in built.items()} for i in range(2)))
+    return ({name: model.cfg for name, (model, _) in built.items()}, *({name: pair[i] for name, pair in built.items()} for i in range(2)), eot)
 
 
 def print_serving(cfgs, s, queue, device, dtype):
     how = {"balanced": "exits balanced: imposed, the routers are asked and not heard",
            "learned": f"exits by the routers{'' if s.run else ', whose weights are random'}"}
-    print(f"serve: {', '.join(f'{name} {cfg.layout}' for name, cfg in cfgs.items())}; {queue}, no prompt, greedy; "
-          f"warm-up {s.length_mean if s.warmup is None else s.warmup:g} tokens for each in flight; {how[s.exits] if baselines_of(cfgs) else 'no exits'}; finish waits for {s.finish_rows} rows; {device}, weights {dtype}, "
+    print(f"serve: {', '.join(f'{name} {cfg.layout}' for name, cfg in cfgs.items())}; {queue}, {'drawn after end-of-text' if s.run else 'no prompt, greedy'}; "
+          f"warm-up {'as many' if s.warmup is None else s.warmup} tokens for each in flight; {how[s.exits] if baselines_of(cfgs) else 'no exits'}; "
+          f"finish waits for {s.finish_rows} rows; {machine(device)}, weights {dtype}, "
           f"{torch.get_num_threads()} threads, torch {torch.__version__}, commit {commit()}")
-
-
-def unwritten(run, plan, cfg, s):
-    """tokens/s of one more run without cache writes; None where exits are learned: what is read decides how far tokens go."""
-    if cfg.router != "none" and s.exits == "learned":
-        return None
-    with without_writes():
-        seconds, tokens, _ = between(*run.step()[1:3])
-    return tokens / seconds
 
 
 # ---- beside transformers
@@ -1000,68 +1065,77 @@ def as_hugging_face(model):
     return net.to(model.embed.weight)
 
 
-def write_batch(net, n_rows, n_new, device):
-    """Their greedy text, so many tokens in each row after a first one."""
+def write_batch(net, first_B1, n_new, device):
+    """Their greedy text, so many tokens in each row after its first one."""
     from transformers import GenerationConfig
-    ids_B1 = torch.zeros(n_rows, 1, dtype=torch.long, device=device)
+    ids_B1 = torch.tensor(first_B1, device=device)
     settings = GenerationConfig(max_new_tokens=n_new, do_sample=False, use_cache=True, pad_token_id=0)
-    return net.generate(ids_B1, attention_mask=torch.ones_like(ids_B1), generation_config=settings)[:, 1:]
+    with torch.inference_mode():
+        return net.generate(ids_B1, attention_mask=torch.ones_like(ids_B1), generation_config=settings)[:, 1:]
 
 
 def static_batches(model, lengths, s, device):
     """generate on --slots requests after the other, each batch until its longest is done. Returns (tokens wanted, computed)."""
     net, calls = as_hugging_face(model), []
 
-    @torch.inference_mode()
     def step():
         calls.append(None)
         batches = [lengths[i : i + s.slots] for i in range(0, len(lengths), s.slots)][: None if len(calls) > 1 else 1]
-        for batch in batches:
-            write_batch(net, len(batch), max(batch) if len(calls) > 1 else 2, device)
+        for i, batch in enumerate(batches):
+            first_B1 = [first_token(i * s.slots + row, model.cfg) for row in range(len(batch))]
+            write_batch(net, first_B1, max(batch) if len(calls) > 1 else 2, device)
+            yield (i + 1) / len(batches)
         return sum(map(sum, batches)), sum(len(batch) * max(batch) for batch in batches)
 
     return Run(step, 0, sum(lengths), {})
 
 
+def logits_apart(model, device):
+    """The greatest difference between their logits and ours on random tokens: a model of random weights may write one token again and again,
+    and texts of that kind are equal soon."""
+    ids_BT = torch.randint(model.cfg.vocab_size, (4, min(64, model.cfg.block_size)), device=device)
+    with torch.inference_mode():
+        return (as_hugging_face(model)(ids_BT).logits.float() - model(ids_BT).logits.float()).abs().max().item()
+
+
 def first_difference(model, lengths, device):
     """Where the first rows of both differ, (row, token), or None."""
-    engine = Engine(model, len(lengths), n_places=max(lengths))
-    requests = [engine.submit([0], n) for n in lengths]
+    engine, first_B1 = Engine(model, len(lengths), n_places=max(lengths)), [first_token(i, model.cfg) for i in range(len(lengths))]
+    requests = [engine.submit(first, n) for first, n in zip(first_B1, lengths)]
     for _ in engine.run():
         pass
-    texts = write_batch(as_hugging_face(model), len(lengths), max(lengths), device).tolist()
+    texts = write_batch(as_hugging_face(model), first_B1, max(lengths), device).tolist()
     return next(((row, i) for row, (request, text) in enumerate(zip(requests, texts)) for i, token in enumerate(request.text) if text[i : i + 1] != [token]), None)
 
 
 def against_static(name, times, model, lengths, s, device):
     """One line on ours over theirs, the whole queue, start and end included."""
-    title, (wanted, computed) = f"{name}, {s.slots} in flight", times[f"{name}, transformers"][0][1]
-    pairs = [(took, between(marks[0], marks[3])[0]) for (took, _), (_, marks) in zip(times[f"{name}, transformers"], times[title])]
-    took, over = statistics.median(took for took, _ in pairs), statistics.median(took / mine for took, mine in pairs)
-    differs = first_difference(model, lengths[:4], device)
+    title, theirs = f"{name}, {s.slots} in flight", f"{name}, transformers"
+    wanted, computed = times[theirs][0][1]
+    took, over = statistics.median(took for took, _ in times[theirs]), time_ratio(times, theirs, title)
+    differs, apart = first_difference(model, lengths[:4], device), logits_apart(model, device)
     texts = "their first texts are equal" if differs is None else f"their texts differ, first in row {differs[0]} at token {differs[1]}"
     print(f"transformers, {name} in static batches of {s.slots}: {wanted / took:,.0f} wanted tokens/s, {computed / took:,.0f} computed; ours over theirs, whole queue: "
-          f"{over:.3f} = {computed / wanted:.3f} padding avoided x {over * wanted / computed:.3f}; {texts}")
-    return {"wanted_per_second": wanted / took, "computed_per_second": computed / took, "ours_over_theirs": over, "padding_avoided": computed / wanted, "differs": differs}
+          f"{over:.3f} = {computed / wanted:.3f} padding avoided x {over * wanted / computed:.3f}; {texts}; logits of random tokens differ by {apart:.1e} at most")
+    return {"wanted_per_second": wanted / took, "computed_per_second": computed / took, "ours_over_theirs": over, "padding_avoided": computed / wanted, "differs": differs,
+            "logits_apart": apart}
 
 
 # ---- against the number of requests in flight
 
-def crowd(cfgs, models, s, device, dtype):
+def crowd(cfgs, models, s, device, dtype, eot):
     """tokens/s at several numbers of requests in flight, four of the queue for each. What is fitted is the time of one token in every row."""
     batches, runs, plans = sorted(set(s.batches)), {}, {}
     for name, cfg in cfgs.items():
         for B in batches:
             plan = Plan(name, B, "baseline" if cfg.router == "none" else "a")
             plans[plan.title], lengths = plan, queue_of(s, cfgs, 4 * B)
-            runs[plan.title] = serving(models[name], plan, lengths, s, device)
+            runs[plan.title] = serving(models[name], plan, lengths, s, device, eot)
     print_serving(cfgs, s, f"{', '.join(map(str, batches))} in flight, four requests for each of {s.length_mean:g} tokens on average", device, dtype)
     times, _ = interleave(runs, s.repeats, device)
     rows, fits, curves = [], {}, {}
     for title, plan in plans.items():
-        all_marks = [marks for _, marks in times[title]]
-        check_steady(plan, all_marks[0], s)
-        rows.append({**serve_row(plan, cfgs[plan.config], all_marks), **runs[title].facts})
+        rows.append({**serve_row(plan, cfgs[plan.config], [marks for _, marks in times[title]]), **runs[title].facts})
     table(rows, [("in flight", "in_flight", "", 1), ("core rows", "core_mean", ".1f", 1), ("tokens/s", "tokens_per_second", ",.0f", 1), ("spread", "spread", ",.0f", 1)])
     for name in cfgs:
         x, y = batches, [row["tokens_per_second"] for row in rows if row["config"] == name]
@@ -1790,13 +1864,15 @@ KEYS = {"table": ["to"], "ladder": ["seeds", "jobs", "results", "threads"], "cou
         "generate": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads"],
         "decode": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads", "fixed", "paper", "contexts"],
         "steps": ["repeats", "depth", "prompt_tokens", "new_tokens", "cache", "threads"],
-        "serve": ["repeats", "against", "threads", "paper", "slots", "requests", "length_mean", "length_std", "warmup", "finish_rows", "rows", "exits", "run",
+        "serve": ["repeats", "against", "threads", "paper", "slots", "requests", "length_mean", "length_std", "warmup", "finish_rows", "rows", "exits", "run", "unwritten",
                   "batches"]}
+# A curve that stands in place of a mode's table, and what the table alone knows.
+CURVES = {"batches": ("slots", "requests", "finish_rows", "rows", "against", "unwritten"), "contexts": ("prompt_tokens", "fixed")}
 # (mode, --paper): what a key is where the command line says nothing, in place of a training run's; and the configs where none is named.
 SHAPES = {("decode", False): dict(batch_size=4, prompt_tokens=128, new_tokens=64), ("serve", False): dict(repeats=3),
           ("decode", True): dict(batch_size=4, prompt_tokens=1024, new_tokens=128, block_size=1152, vocab_size=50304),
-          ("serve", True): dict(repeats=3, requests=1000, length_mean=256.0, length_std=64.0, vocab_size=49152)}
-FILES = {("decode", False): ["bench/gpt_12", "bench/grt_12"], ("serve", False): ["bench/vanilla_14", "bench/mor2_14", "bench/mor3_14"],
+          ("serve", True): dict(repeats=3, requests=1000, length_mean=256.0, length_std=64.0, vocab_size=49152, unwritten=True)}
+FILES = {("decode", False): ["bench/gpt_12", "bench/grt_12"], ("serve", False): ["bench/vanilla_14", "bench/mor3_14"],
          ("decode", True): ["gpt2_medium", "grt_medium", "gpt2_large", "grt_large"],
          ("serve", True): ["smollm/vanilla_360m", "bench/mor2_360m", "mor_360m", "bench/vanilla_34_360m", "bench/mor4_360m"]}
 
@@ -1836,6 +1912,10 @@ def check_keys(mode, s):
         if s.origins[name] == "command line" and name not in KEYS[mode] and name not in TrainConfig.__dataclass_fields__ | GPTConfig.__dataclass_fields__:
             modes = " or ".join(other for other, names in KEYS.items() if name in names)
             raise UserError(f"command line: {name}={s.values[name]} has no part in a {mode} run, it goes with mode {modes}; leave it out")
+    for curve, names in CURVES.items():
+        for name in names:
+            if s.values[curve] and s.origins[name] == "command line":
+                raise UserError(f"command line: {name}={s.values[name]} has no part in a curve over {curve}; leave one of the two out")
 
 
 def settings_of(argv):
@@ -1868,7 +1948,7 @@ def settings_of(argv):
 
 def check_run(s):
     """Refuse what a run has answered."""
-    given = s.files + [f"--{name}" for name in GPTConfig.__dataclass_fields__ if s.origins[name] == "command line"]
+    given = s.files + [f"--{name}" for name in [*GPTConfig.__dataclass_fields__, "against"] if s.origins[name] == "command line"]
     if given:
         raise UserError(f"--run={s.run} is served beside a dense baseline of its own shape; leave out {' '.join(given)}")
     return s
@@ -1881,6 +1961,8 @@ def shaped(mode, s):
         if s.origins[name] == "default" or name in trained and s.origins[name] != "command line":
             s.values[name], s.origins[name] = value, "default"
     check_ranges(s, RANGES)
+    if not s.rows or set(s.rows) - (set(KINDS_OF_SERVING) - {"baseline"}):
+        raise UserError(f"{s.origins['rows']}: rows={s.rows} are not rows of a routed config, which are a, long, b, c and d; write --rows=b --rows=d")
     for name in ("contexts", "batches"):
         if min(s.values[name], default=1) < 1 or len(set(s.values[name])) == 1:
             raise UserError(f"{s.origins[name]}: {name}={s.values[name]} makes no curve; give two numbers or more, from 1 up")
@@ -1907,7 +1989,8 @@ def main(argv):
             record = MODES[mode](all_settings, cfgs)
         else:
             device, dtype, autocast = pick_device(s)
-            record = MODES[mode](all_settings, cfgs, device, dtype, autocast) | {"repeats": s.repeats, "device": str(device), "dtype": dtype}
+            record = MODES[mode](all_settings, cfgs, device, dtype, autocast)
+            record |= {"settings": {name: s.values[name] for name in KEYS[mode]}, "repeats": s.repeats, "device": machine(device), "dtype": dtype}
     except ValueError as error:
         raise UserError(str(error))
     print(json.dumps({"mode": mode, **record, "threads": torch.get_num_threads(), "torch": str(torch.__version__),

@@ -7,6 +7,7 @@
     python eval.py router --out_dir=out/RUN                       # a routed run: who goes on, and what that is worth; RUN/router.png
     python eval.py page --out_dir=out/RUN                         # a text, coloured by steps or by loss at every depth; RUN/depth.html
     python eval.py answers --out_dir=out/RUN                      # a run on phop or addition: right answers by hops or digits, at every depth
+    python eval.py benchmarks --tasks=mor --limit=100             # tasks of lm-evaluation-harness (pip install lm-eval); by name alone
 
 Parts: see PARTS at the end; none named = all that the run has something for (a routed run's tokens leave early by request
 only). loss reads at most half a megabyte of validation text, or with --full=true all of it. Tables, the papers' claims with
@@ -17,7 +18,9 @@ import contextlib
 import functools
 import hashlib
 import html
+import io
 import json
+import logging
 import math
 import os
 import platform
@@ -38,12 +41,13 @@ from tqdm import tqdm
 
 import prepare
 from config import UserError, key, near
-from model import EXITS, GPT, AtEnd, Silence, as_logit, at_least_fp32, causal, exact_flops, fold_in, generator, make_cache, no_cache, rotate, steps_taken, topk
-from sample import load_run, newest_run
+from model import (EXITS, GPT, NOT_FINITE, AtEnd, Silence, as_logit, at_least_fp32, causal, exact_flops, fold_in, generator, make_cache, no_cache, rotate,
+                   steps_taken, stream, topk)
+from sample import at_threshold, load_run, newest_run
 from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoint_of, commit, count_depths, evaluate, fitting, fixed_windows,
                    load_checkpoint, max_vio, mean_depth, open_split, pick_device, write_whole)
 
-RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf)}
+RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf), "limit": (1, math.inf), "num_fewshot": (0, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
 MOST_BYTES = 500_000          # of validation text that the part loss reads, unless --full
 TOLERANCE = 1e-6              # nats per token between the loss that train.py stored and the same one measured again
@@ -61,6 +65,14 @@ class EvalConfig:
     exit_thresholds: list[float] = key([], "exit: thresholds to try; none = a row of them for each rule that the model knows")
     exit_tokens: int = key(128, "exit: tokens that are decoded one by one at each threshold, to time them; 0 = none")
     thresholds: list[float] = key([n / 10 for n in range(11)], "router, expert-choice: thresholds to try beside the model's own")
+    tasks: list[str] = key([], "benchmarks: mor = the six of its paper, or tasks of lm-evaluation-harness by name; several with commas, or repeated")
+    include_path: str | None = key(None, "benchmarks: a folder with .yaml files of further tasks")
+    limit: int | None = key(None, "benchmarks: documents of each task, for a try; None = all")
+    num_fewshot: int | None = key(None, "benchmarks: solved examples before each question; None = as each task has it")
+    depth: int | None = key(None, "benchmarks: steps of the loop; None = n_recur")
+    threshold: float | None = key(None, "benchmarks, expert-choice: a token goes on if its router gives at least this; None = the model's own")
+    exit: str | None = key(None, "benchmarks: rule by which tokens leave the loop early; None = none does", choices=("kl", "cdf"))
+    exit_threshold: float | None = key(None, "benchmarks: None = the rule's own")
     batch_size: int | None = key(None, "windows at a time, which changes no result; None = the run's own")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, mps ...")
     dtype: str | None = key(None, "auto = bfloat16 autocast on CUDA, float32 elsewhere; None = the run's own", choices=("auto", "float32", "bfloat16"))
@@ -1244,13 +1256,13 @@ def rules_of(model):
     return rules, why
 
 
-def full_pass(model, ids_BT, exit=None, exit_threshold=None, choose=causal, threshold=None):
-    """(what the head reads, steps taken (B, T)) of a forward pass at full depth. exit: the rule by which tokens leave early
+def full_pass(model, ids_BT, exit=None, exit_threshold=None, choose=causal, threshold=None, depth=None):
+    """(what the head reads, steps taken (B, T)) of a forward pass. depth: None = n_recur. exit: the rule by which tokens leave early
     (None: none does); choose, threshold: how routers choose."""
     cache = no_cache(model.cfg, exit)
     e_BTD, outer = model.start(ids_BT, cache, threshold=threshold)
     watch = EXITS[exit](model, outer, cache, exit_threshold)
-    h_BTD, who = model.recursion(e_BTD, outer._replace(choose=choose), model.cfg.n_recur, Silence(), cache, watch)
+    h_BTD, who = model.recursion(e_BTD, outer._replace(choose=choose), model.check_depth(depth), Silence(), cache, watch)
     return watch.features(h_BTD, who), steps_taken(who, ids_BT)
 
 
@@ -2063,9 +2075,282 @@ def save_page(path, text):
         return str(path)
     except UserError as error:                                # the numbers are worth more than the page
         print(f"note: no page: {error}", file=sys.stderr)
+# ------------------------------------------------------------------------------------------------------- part: benchmarks
+
+# {set: {column: {task of the harness: the metric that counts}}}; two tasks in a column: their mean.
+# MoR takes the answer that is likeliest per byte, but for LAMBADA, WinoGrande and MMLU the likeliest as it is, and asks MMLU
+# for the text of an answer (continuation), not for its letter. The harness's acc_norm counts characters in place of bytes.
+TASK_SETS = {"mor": {"LAMBADA": {"lambada_openai": "acc"}, "HellaSwag": {"hellaswag": "acc_bytes"}, "PIQA": {"piqa": "acc_bytes"},
+                     "WinoGrande": {"winogrande": "acc"}, "ARC": {"arc_easy": "acc_bytes", "arc_challenge": "acc_bytes"},
+                     "MMLU": {"mmlu_continuation": "acc"}}}
+BY_BYTES = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm", "acc_bytes")]
+N_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")        # what tasks call the length of an answer in text
+NEW_TOKENS = 256              # where a task does not say
+DRAWS = 1000                  # resamples for the standard error of a metric that is no mean
 
 
-# ------------------------------------------------------------------------------------------------------- tables, the record
+def text_windows(context, continuation, block_size):
+    """Yield (ids, n): the last n ids are asked for, the others are read. Every id of the continuation is asked for once; where
+    it is longer than block_size, so many at a time, each window as far back as it can reach."""
+    ids, n = context + continuation, len(continuation)
+    for start in range(0, n, block_size):
+        end = len(context) + min(start + block_size, n)
+        yield ids[max(0, end - block_size - 1) : end], min(block_size, n - start)
+
+
+def until_first(text, stops):
+    """The text before the first of these."""
+    return text[: min([at for at in map(text.find, stops) if at >= 0], default=None)]
+
+
+class Answers:
+    """What lm-evaluation-harness asks of a model, answered by a run; harness_model joins it to the harness's own class.
+
+    No answer depends on what else is in its batch: rows are padded on the right, where nothing sees it, and routers choose
+    causally. how: depth, threshold, exit and exit_threshold, as model.py's. Of `asked` contexts, `cut` lost their beginning
+    to block_size."""
+
+    def __init__(self, run, **how):
+        super().__init__()
+        self.run, self.how, self.asked, self.cut = run, how, 0, 0
+        self.block_size, self.end = run.model.cfg.block_size, run.tokenizer.eot_token
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        """(nats, whether greedy decoding would say the same) of the continuation in each (context, continuation)."""
+        pairs = [self.split(*request.args) for request in requests]
+        self.count(len(context) + len(continuation) - 1 > self.block_size for context, continuation in pairs)
+        return self.score(pairs)
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        """Nats of each text, all of it, after end-of-text."""
+        return [nats for nats, _ in self.score([([self.end], self.encode(request.args[0])) for request in requests])]
+
+    def generate_until(self, requests, disable_tqdm=False):
+        """The greedy text after each (context, settings), up to a stop string, which is left out, or end-of-text."""
+        texts, alike = [""] * len(requests), {}
+        for i, request in enumerate(requests):
+            alike.setdefault(repr(request.args[1]), []).append(i)
+        batches = [batch for rows in alike.values() for batch in self.batches(sorted(rows, key=lambda i: -len(requests[i].args[0])))]
+        for batch in tqdm(batches, desc=f"{self.run.name}: text", disable=None, leave=False):
+            for i, text in zip(batch, self.go_on([requests[i].args[0] for i in batch], requests[batch[0]].args[1])):
+                texts[i] = text
+        return texts
+
+    def encode(self, text):
+        return self.run.tokenizer.encode_ordinary(text)
+
+    def decode(self, ids):
+        return self.run.tokenizer.decode([i for i in ids if i != self.end and i < self.run.tokenizer.n_vocab], errors="replace")
+
+    def split(self, context, continuation):
+        """Ids of both, as the harness splits them: encoded as one text, for a tokenizer may join across, and spaces between them
+        belong to the continuation. What stands first has end-of-text before it, as documents had in training."""
+        stem = context.rstrip()
+        head, rest = self.encode(stem), context[len(stem) :] + continuation
+        return head or [self.end], self.encode(stem + rest)[len(head) :] or self.encode(rest)          # or: all of it was joined to the stem
+
+    def count(self, cuts):
+        cuts = list(cuts)
+        self.asked, self.cut = self.asked + len(cuts), self.cut + sum(cuts)
+
+    def batches(self, rows):
+        return [rows[i : i + self.run.batch_size] for i in range(0, len(rows), self.run.batch_size)]
+
+    def score(self, pairs):
+        """(nats, greedy) of each (context ids, continuation ids), in order; read longest first, which pads little."""
+        rows = [(i, ids, n) for i, pair in enumerate(pairs) for ids, n in text_windows(*pair, self.block_size)]
+        nats, greedy = [0.0] * len(pairs), [True] * len(pairs)
+        for batch in tqdm(self.batches(sorted(rows, key=lambda row: -len(row[1]))), desc=f"{self.run.name}: scores", disable=None, leave=False):
+            for (i, _, _), value, same in zip(batch, *self.read([row[1:] for row in batch])):
+                nats[i], greedy[i] = nats[i] + value, greedy[i] and same
+        if not all(map(math.isfinite, nats)):
+            raise UserError(f"{self.run.name}: {NOT_FINITE}")
+        return list(zip(nats, greedy))
+
+    @torch.inference_mode()
+    def read(self, rows):
+        """Of each (ids, n), longest first: nats of its last n ids together, and whether each of them is the likeliest."""
+        model, counts, T = self.run.model, [n for _, n in rows], len(rows[0][0])
+        row_BT = torch.tensor([ids + [self.end] * (T - len(ids)) for ids, _ in rows], device=self.run.device)
+        place_2N = torch.tensor([(b, t) for b, (ids, n) in enumerate(rows) for t in range(len(ids) - n, len(ids))], device=self.run.device).T
+        with self.run.autocast:
+            x_BTD, _ = full_pass(model, row_BT[:, :-1], **self.how)
+            x_ND, target_N, n = x_BTD[place_2N[0], place_2N[1] - 1], row_BT[place_2N[0], place_2N[1]], max(1, LOGITS // model.cfg.vocab_size)
+            told = [told_of(at_least_fp32(model.head(x_nD)), target_n) for x_nD, target_n in zip(x_ND.split(n), target_N.split(n))]
+        nats_N, same_N = (torch.cat(column).cpu() for column in zip(*told))
+        return [nats.double().sum().item() for nats in nats_N.split(counts)], [same.all().item() for same in same_N.split(counts)]
+
+    def go_on(self, contexts, settings):
+        """Texts after these contexts; of a long one, the newest part that leaves room for the answer, half a block at least, is read."""
+        if settings.get("do_sample", settings.get("temperature")):
+            raise UserError(f"a task asks for sampled text ({settings}), and only greedy text is given here; set do_sample: false in it")
+        until, n = settings.get("until") or [], next((int(settings[name]) for name in N_NEW if settings.get(name)), NEW_TOKENS)
+        until = [until] if isinstance(until, str) else [stop for stop in until if stop]
+        rows, room = [self.encode(context) or [self.end] for context in contexts], max(1, self.block_size // 2, self.block_size - n)
+        self.count(len(row) > room for row in rows)
+        try:
+            with self.run.autocast:
+                return [until_first(self.decode(ids), until) for ids in self.tokens_until([row[-room:] for row in rows], n, until)]
+        except ValueError as error:                           # logits that are not finite
+            raise UserError(f"{self.run.name}: {error}") from None
+
+    def tokens_until(self, rows, n, until):
+        """The greedy tokens after each row, n at most; none is made once every row holds a stop string or end-of-text."""
+        new, done = [[] for _ in rows], [False] * len(rows)
+        for next_B in stream(self.run.model, rows, n, temperature=0.0, **self.how):
+            for i, token in enumerate(next_B):
+                new[i] += [] if done[i] else [token]
+                done[i] = done[i] or token == self.end or any(stop in self.decode(new[i]) for stop in until)
+            if all(done):
+                break
+        return new
+
+
+def told_of(logits_nV, target_n):
+    """(nats, whether it is the likeliest) of each target."""
+    return -F.cross_entropy(logits_nV, target_n, reduction="none"), logits_nV.argmax(-1) == target_n
+
+
+def harness():
+    """lm-evaluation-harness, told to be quiet and to start no processes."""
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    try:
+        import lm_eval.tasks
+    except ImportError as error:
+        raise UserError(f"the part benchmarks runs tasks of lm-evaluation-harness, which is not here ({error}); pip install lm-eval") from None
+    for library in ("lm_eval", "datasets", "huggingface_hub"):
+        logging.getLogger(library).setLevel(logging.ERROR)    # once they are loaded, which sets it too
+    return lm_eval
+
+
+def harness_model(run, depth=None, threshold=None, exit=None, exit_threshold=None):
+    """A model for lm_eval.simple_evaluate(model=...), which answers by this run. The rest is as for GPT.generate. ValueError."""
+    harness()
+    from lm_eval.api.model import LM
+    at_threshold(run.model.cfg, threshold)                    # says why not, where there is none
+    how = {"depth": run.model.check_depth(depth), "threshold": threshold, "exit": exit, "exit_threshold": run.model.check_exit(exit, exit_threshold)}
+    return type("Run", (Answers, LM), {})(run, **how)
+
+
+def task_names(words):
+    """{task: the metric that a set counts; None: of no set} of what --tasks names."""
+    names = {}
+    for word in (word.strip() for text in words for word in text.split(",")):
+        columns = TASK_SETS.get(word)
+        names |= {word: names.get(word)} if columns is None else {task: metric for column in columns.values() for task, metric in column.items()}
+    if "grt" in names:
+        raise UserError("which nine tasks the GRT paper reports is not known here; name them as lm-evaluation-harness does: --tasks=NAME,NAME")
+    if not names:
+        raise UserError(f"the part benchmarks runs what --tasks= names: {', '.join(TASK_SETS)}, or tasks of lm-evaluation-harness, as in --tasks=hellaswag,piqa")
+    return names
+
+
+def task_manager(names, include_path):
+    """Where the harness finds its tasks. Its own are thousands of files: they are left unread where include_path has all names."""
+    from lm_eval.tasks import TaskManager
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError(f"include_path={include_path!r} is no folder; give one with the .yaml files of your tasks")
+    own = TaskManager(include_path=include_path, include_defaults=False)
+    manager = own if set(names) <= set(own.all_subtasks) else TaskManager(include_path=include_path)
+    for name in names:
+        if name not in manager.all_tasks:
+            raise UserError(f"lm-evaluation-harness has no task {name!r}{near(name, [*manager.all_tasks, *TASK_SETS]) or '; lm-eval ls tasks lists them'}")
+    return manager
+
+
+def load_tasks(names, manager):
+    """Tasks and groups of the harness by name, with their data, which it downloads once."""
+    loaded = []
+    for name, metric in names.items():
+        try:
+            spec = name if metric != "acc_bytes" else {"group": f"{name} by bytes", "task": [{"task": name, "metric_list": BY_BYTES}]}
+            found = manager.load([spec])
+        except Exception as error:
+            raise UserError(f"task {name!r} cannot be loaded: {prepare.one_line(error)}; if it is its data that are missing, which come from the Hugging Face "
+                            f"Hub unless its .yaml says otherwise: connect and run this again") from None
+        loaded += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
+    return manager.load(loaded)
+
+
+def set_shots(tasks, num_fewshot):
+    """How many solved examples each task shows. A task whose .yaml says 0 keeps to it, and the draw is that of the harness's own command line."""
+    from lm_eval.defaults import DEFAULT_OTHER_SEED
+    for task in tasks:
+        own = task.get_config("num_fewshot")
+        task.set_config(key="num_fewshot", value=own or 0 if num_fewshot is None or own == 0 else num_fewshot)
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+
+
+def metrics_of(row):
+    """{metric: {value, stderr}} of a task's or group's results; a filter that is not the only one stays in the name."""
+    found = {}
+    for name, value in row.items():
+        metric, comma, how = name.partition(",")
+        if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+            stderr = row.get(f"{metric}_stderr,{how}")
+            found[metric if how == "none" else name] = {"value": float(value), "stderr": float(stderr) if isinstance(stderr, (int, float)) else None}
+    return found
+
+
+def outermost(results):
+    """Names to show: groups that have a number of their own, and tasks and groups that are in none of these."""
+    children, inside, todo = results["group_subtasks"], set(), list(results.get("groups", ()))
+    while todo:
+        below = children.get(todo.pop(), [])
+        inside, todo = inside | set(below), todo + below
+    return [name for name in results["results"] if name not in inside and (name in results.get("groups", ()) or name not in children)]
+
+
+def measure_benchmarks(run, s, names):
+    """The record of one run."""
+    try:
+        lm = harness_model(run, s.depth, s.threshold, s.exit, s.exit_threshold)
+    except ValueError as error:
+        raise UserError(f"{run.name}: {error}") from None
+    from lm_eval.evaluator import evaluate as evaluate_tasks
+    manager = task_manager(names, s.include_path)
+    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())       # the harness draws bars in pipes too
+    with quiet, contextlib.redirect_stdout(sys.stderr):
+        found = load_tasks(names, manager)
+        set_shots(found["tasks"].values(), s.num_fewshot)
+        results = evaluate_tasks(lm, found, limit=s.limit, bootstrap_iters=DRAWS, log_samples=False)
+    shots = {name: {results["n-shot"][task.task_name] for task in group.get_all_tasks()} for name, group in found["groups"].items()}
+    shots |= {name: {results["n-shot"][name]} for name in found["tasks"]}
+    tasks = {name: {"version": results["versions"].get(name), "shots": shots[name].pop() if len(shots[name]) == 1 else None, "n": row.get("sample_len"),
+                    "metrics": metrics_of(row)} for name, row in results["results"].items()}
+    how = used(run.model.cfg, **{name: value for name, value in lm.how.items() if value is not None})
+    return {"harness": harness().__version__, "used": how, "limit": s.limit, "num_fewshot": s.num_fewshot, "block_size": lm.block_size,
+            "contexts": lm.asked, "cut_contexts": lm.cut, "shown": outermost(results), "tasks": tasks, "sets": set_means(names, tasks)}
+
+
+def set_means(names, tasks):
+    """Columns and mean of each set of which all tasks have been run."""
+    sets = {}
+    for word, columns in TASK_SETS.items():
+        if all(names.get(task) == metric for parts in columns.values() for task, metric in parts.items()):
+            means = {column: float(np.mean([tasks[task]["metrics"][metric]["value"] for task, metric in parts.items()])) for column, parts in columns.items()}
+            sets[word] = {"columns": means, "mean": float(np.mean(list(means.values())))}
+    return sets
+
+
+def report_benchmarks(runs, s):
+    """Tasks of lm-evaluation-harness."""
+    names = task_names(s.tasks)
+    measured = [(run, measure_benchmarks(run, s, names)) for run in runs]
+    first, number = measured[0][1], lambda value, form: "-" if value is None else f"{value:{form}}"
+    how = ", ".join(f"{name}={value}" for name, value in first["used"].items() if value is not None)
+    print(f"benchmarks: lm-evaluation-harness {first['harness']}, {how}" + (f"; at most {s.limit} documents of a task: a try, not the benchmark" if s.limit else ""))
+    show(("run", "task", "metric", "value", "stderr", "n", "shots"),
+         [(run.name, name, metric, f"{m['value']:.4f}", number(m["stderr"], ".4f"), number(n["tasks"][name]["n"], ","), number(n["tasks"][name]["shots"], ""))
+          for run, n in measured for name in n["shown"] for metric, m in n["tasks"][name]["metrics"].items()])
+    for word in first["sets"]:
+        print(f"{word}: of each task the metric that its paper takes, in %")
+        show(("run", *TASK_SETS[word], "mean"), [(run.name, *(f"{100 * value:.1f}" for value in [*n["sets"][word]["columns"].values(), n["sets"][word]["mean"]]))
+                                                 for run, n in measured])
+    for run, n in measured:
+        if n["cut_contexts"]:
+            print(f"{run.name}: {n['cut_contexts']:,} of {n['contexts']:,} contexts are longer than block_size={n['block_size']} lets, and lost their beginning")
+    return {**first, "compare": [{**identity(run), "data": data(run), **n} for run, n in measured[1:]]}
 
 
 # ----------------------------------------------------------------------------------------------------------- part: answers
@@ -2111,6 +2396,9 @@ def guesses_of(runs, groups):
             for name, share, by in prepare.guess_rows(run.meta)]
 
 
+# ------------------------------------------------------------------------------------------------------- tables, the record
+
+
 class Part(NamedTuple):
     """A part of the evaluation. Its record may hold "claims" (see there), and "used" where that is not what used() says."""
     report: Callable                                          # (runs, the first one in front; settings) -> its record; prints
@@ -2128,6 +2416,7 @@ PARTS = {
     "router": Part(report_router, lambda run: f"{run.name} has no router" * (run.model.cfg.router == "none")),
     "answers": Part(report_answers, lambda run: f"data set {run.dataset!r} of {run.name} asks for no answers" * ("row" not in run.meta)),
     "page": Part(report_page, lambda run: f"data set {run.dataset!r} of {run.name} is no text" * ("row" in run.meta)),
+    "benchmarks": Part(report_benchmarks, unnamed=lambda run: False),
 }
 
 
@@ -2223,6 +2512,10 @@ def parse(argv):
             hint = f"; a run is --out_dir={word}" if Path(word).exists() else near(word, PARTS) or f"; its parts are {', '.join(PARTS)}"
             raise UserError(f"command line: eval.py has no part {word!r}{hint}")
     check_ranges(s, RANGES)
+    if "benchmarks" in s.words:
+        task_names(s.tasks)                                   # before other parts take their time
+    elif s.tasks:
+        raise UserError(f"--tasks={','.join(s.tasks)} is for the part benchmarks, which runs by name alone: python eval.py benchmarks --tasks=...")
     for threshold in s.exit_thresholds:
         if not 0 <= threshold < math.inf:
             raise UserError(f"{s.origins['exit_thresholds']}: exit_thresholds={s.exit_thresholds}: {threshold} is out of range; give numbers from 0 up")

@@ -417,10 +417,10 @@ class Shelves:
             places["core"] = max(places["core"], self.lanes * whole_units(n_places))
         beyond = fixed * (UNIT + n_places * (flash_attn_with_kvcache is not None))           # its last window ends there
         self.spaces = {name: Space(cfg, n, places[name], beyond, dtype, device) for name, n in blocks.items()}
-        make = lambda: torch.zeros(2, n_slots + fixed, cfg.kv_heads, cfg.head_width, dtype=dtype, device=device)
-        self.share, self.scratch = FOLDS[how], [make() for _ in range(cfg.n_core * (how in ("first", "mean")))]
+        rows = lambda *front: torch.zeros(*front, cfg.kv_heads, cfg.head_width, dtype=dtype, device=device)
+        self.share, self.scratch = FOLDS[how], [rows(2, n_slots + fixed) for _ in range(cfg.n_core * (how in ("first", "mean")))]
         self.half = {"share_k": 0, "share_v": 1}.get(cfg.kv)
-        self.halves = [make()[0, :, None] for _ in range(cfg.n_core * (self.half is not None))]
+        self.halves = [rows(n_slots + fixed, 1) for _ in range(cfg.n_core * (self.half is not None))]
 
     def sizes(self, n):
         """Places that a request of n tokens is given, lane by lane."""

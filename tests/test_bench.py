@@ -7,13 +7,17 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import loud, some_ids, tiny
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from toy import DENSE, SEQUENCE, flags, make_config, refusal
 
 import bench
@@ -146,6 +150,15 @@ def test_the_median_is_a_repeat_that_took_place(monkeypatch):
     assert (row["ms"], row["first_token_ms"]) == (2000, 125)
 
 
+def through(pieces):
+    """What a step in pieces returns at its end."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value
+
+
 def test_measurements_take_turns_after_a_first_round_that_stands_apart():
     calls = []
 
@@ -161,6 +174,23 @@ def test_measurements_take_turns_after_a_first_round_that_stands_apart():
     times, first = bench.interleave({name: run(name) for name in "ab"}, 3, CPU)
     assert calls == list("abababab") and [returned for _, returned in times["a"]] == [3, 5, 7]
     assert min(first.values()) >= 0.05 > max(took for name in "ab" for took, _ in times[name])
+
+
+def test_steps_in_pieces_take_turns_and_each_has_its_own_time(monkeypatch):
+    order, now = [], [0.0]
+
+    def run(name, n, seconds):
+        def step():
+            for i in range(n):
+                order.append(name)
+                now[0] += seconds
+                yield (i + 1) / n
+            return name.upper()
+        return bench.Run(step, 1, 1, {})
+    monkeypatch.setattr(bench, "clock", lambda device: now[0])
+    times, first = bench.interleave({"a": run("a", 4, 1.0), "b": run("b", 2, 10.0), "c": bench.Run(lambda: order.append("c"), 1, 1, {})}, 2, CPU)
+    assert "".join(order) == "cabaaba" * 3                              # b's piece is half of its work, a's a quarter
+    assert times == {"a": [(4.0, "A")] * 2, "b": [(20.0, "B")] * 2, "c": [(0.0, None)] * 2} and first == {"a": 4.0, "b": 20.0, "c": 0.0}
 
 
 def test_utilisation_is_of_a_known_device_or_not_there(monkeypatch):
@@ -508,6 +538,15 @@ def test_decode_gives_latency_and_rates_of_a_batch_and_the_memory_below(go):
     assert len(lines) == 4 + 2 + 2 * (4 + 1) and [row["name"] for row in record["memory"]][-1] == "dense, cache full"
 
 
+def test_decode_counts_no_flops_where_a_router_of_random_weights_says_how_far_tokens_go(go, tmp_path):
+    os.rename("toy.py", "gated.py")
+    make_config(tmp_path, **ROUTED)
+    lines, record, _ = go("decode", "gated.py", "toy.py", "dense.py", prompt_tokens=4)
+    assert [row["flops_ratio"] is None for row in record["rows"]] == [False, True, False] and record["rows"][1]["time_over_flops"] is None
+    assert numbers(lines[3])[-3] > 0 and numbers(lines[3])[-2:] == [None, None]
+    assert [row["flops_ratio"] for row in go("decode", "toy.py", "dense.py", prompt_tokens=4)[1]["rows"]] == [None, None]
+
+
 def test_decode_times_the_tokens_after_the_first(go, monkeypatch):
     ticks, feed = [], GPT.feed
     monkeypatch.setattr(GPT, "feed", lambda net, ids_BT, *args, **kwargs: ticks.append(ids_BT.shape[1]) or feed(net, ids_BT, *args, **kwargs))
@@ -571,11 +610,25 @@ def test_decode_against_the_context_reads_a_filled_cache_and_draws_a_line(go, mo
     assert record["picture"] == "out/bench/decode.png" and Path(record["picture"]).read_bytes()[:4] == b"\x89PNG" and "picture: out/bench/decode.png" in err
 
 
-@pytest.mark.parametrize("mode, files", [("decode", ["gpt_12", "grt_12"]), ("serve", ["vanilla_14", "mor2_14", "mor3_14"])])
+def test_the_queue_of_a_bare_serve_is_long_enough_for_each_of_its_rows():
+    """Blocks of eight features: how many tokens come in the steady state is a matter of lengths and rows."""
+    all_settings = bench.settings_of(["serve", "--n_embd=8", "--n_head=1", "--n_core=1", "--vocab_size=16"])[1]
+    s = all_settings["vanilla_14"]
+    cfgs = {name: one.build(GPTConfig, vocab_size=16) for name, one in all_settings.items()}
+    lengths = bench.queue_of(s, cfgs, s.requests)
+    plans, _ = bench.plans_of(cfgs, lengths, s, "float32")
+    for plan in [plan for plan in plans if plan.slots == max(plan.slots for plan in plans)]:
+        run = bench.serving(GPT(cfgs[plan.config]), plan, lengths, s, CPU)
+        through(run.step())
+        assert bench.between(*through(run.step())[1:3])[1] > 4 * plan.slots
+
+
+@pytest.mark.parametrize("mode, files", [("decode", ["gpt_12", "grt_12"]), ("serve", ["vanilla_14", "mor3_14"])])
 def test_a_mode_without_configs_has_its_own(mode, files):
     assert list(bench.settings_of([mode])[1]) == files
     for paper in (False, True):
         assert all(bench.file_of(name).is_file() for name in bench.FILES[mode, paper])
+    assert mode == "decode" or [bench.settings_of([mode, f"--paper={paper}"])[1][files[0] if not paper else "vanilla_360m"].unwritten for paper in (False, True)] == [False, True]
 
 
 def test_what_a_mode_is_shaped_to_yields_to_flags_and_to_a_files_own_measuring_keys(tmp_path, monkeypatch):
@@ -588,7 +641,7 @@ def test_what_a_mode_is_shaped_to_yields_to_flags_and_to_a_files_own_measuring_k
 
 # ---------------------------------------------------------------------------------------------------------------- serve
 
-SERVED = dict(slots=3, requests=18, length_mean=5, length_std=1, warmup=2)
+SERVED = dict(slots=3, requests=18, length_mean=5, length_std=1, warmup=2, unwritten=True)
 
 
 @pytest.fixture
@@ -602,24 +655,24 @@ def dense_of(**changes):
 
 
 def test_serve_shows_the_baseline_and_each_way_to_serve_depth_wise(go, mor):
-    lines, record, _ = go("serve", "dense.py", "toy.py", **SERVED)
+    lines, record, _ = go("serve", "dense.py", "toy.py", repeats=1, **SERVED)
     rows, N = record["rows"], 3
     fits = record["fits"]["toy"]
-    assert [(row["config"], row["kind"]) for row in rows] == [("dense", "baseline")] * len({3, 5, fits}) + [("toy", kind) for kind in ("a", "long", "b", "c", "d")]
-    assert [row["in_flight"] for row in rows] == [*[3, *sorted({5, fits} - {3})], 3, 3, 3 + math.ceil(2 * 3 / (N + 1)), fits, 3 + math.ceil(2 * 3 / (N + 1)) + 3]
+    assert [(row["config"], row["kind"]) for row in rows] == [("dense", "baseline")] * len({3, 5, fits, 8}) + [("toy", kind) for kind in ("a", "long", "b", "c", "d")]
+    assert [row["in_flight"] for row in rows] == [*[3, *sorted({5, fits, 8} - {3})], 3, 3, 3 + math.ceil(2 * 3 / (N + 1)), fits, 3 + math.ceil(2 * 3 / (N + 1)) + 3]
     assert "exits balanced: imposed" in lines[0] and "18 requests" in lines[0] and lines[2].startswith("dense, 3 in flight")
     by = {row["kind"]: row for row in rows[::-1]}
     assert by["baseline"]["ratio"] == by["baseline"]["share"] == by["baseline"]["ceiling"] == 1 and by["b"]["core_mean"] <= 3 < by["b"]["in_flight"]
     for row in rows:
-        assert row["ratio"] > 0 and row["share"] == pytest.approx(row["ratio"] / row["ceiling"]) and (row["kind"] == "d" or row["ratio_same"] > 0)
+        assert row["ratio"] > 0 and row["share"] == pytest.approx(row["ratio"] / row["ceiling"]) and row["ratio_same"] > 0
         assert row["whole_tokens_per_second"] > 0 and row["unwritten_per_second"] > 0 and row["kv_bytes"] > 0
     assert by["long"]["kv_bytes"] >= by["a"]["kv_bytes"] and by["long"]["flops_per_token"] > by["a"]["flops_per_token"]
     gains = record["gains"]["toy"]
-    steps, windows, core, passes, fit = gains.values()
-    assert steps * windows * core * passes == pytest.approx(by["d"]["ratio"]) and steps * windows * fit == pytest.approx(by["c"]["ratio"])
+    steps, windows, both, core, passes, fit = gains.values()
+    assert both is None and steps * windows * core * passes == pytest.approx(by["d"]["ratio"]) and steps * windows * fit == pytest.approx(by["c"]["ratio"])
     assert by["d"]["finish_mean"] > by["b"]["finish_mean"]
-    _, record, _ = go("serve", "dense.py", "toy.py", **SERVED, rows=["d"])
-    assert [(row["kind"], row["in_flight"]) for row in record["rows"]] == [("baseline", 3), ("d", 8)]
+    _, record, _ = go("serve", "dense.py", "toy.py", **SERVED, repeats=1, rows=["d"])
+    assert [(row["kind"], row["in_flight"]) for row in record["rows"]] == [("baseline", 3), ("baseline", 8), ("d", 8)]
     assert f"holds {fits} requests" in lines[-1] and "(3 x 2N/(N+1) is 4)" in lines[-1]
 
 
@@ -638,7 +691,7 @@ def test_serve_keeps_32_core_rows_full_with_as_many_more_in_flight_as_are_outsid
     assert bench.baselines_of(cfgs) == {"mor2_32": "vanilla_32", "mor3_32": "vanilla_32", "mor4_34": "vanilla_34"}
     plans, fits = bench.plans_of(cfgs, [256], s, "float32")             # prelude and coda keep every token: a little below 42, 48, 51
     assert fits == {"mor2_32": 41, "mor3_32": 45, "mor4_34": 49}
-    assert [plan.slots for plan in plans if plan.config == "vanilla_34"] == [32, 45, 49]
+    assert [plan.slots for plan in plans if plan.config == "vanilla_34"] == [32, 45, 49, 77]
     for name, n in fits.items():
         base = bench.allocated(cfgs[bench.baselines_of(cfgs)[name]], 32, 256, "float32")
         assert bench.allocated(cfgs[name], n, 256, "float32") <= base < bench.allocated(cfgs[name], n + 1, 256, "float32")
@@ -670,6 +723,31 @@ def test_serve_counts_the_flops_of_balanced_exits():
     assert bench.served_flops(cfg, engine.counts) == core + outer + routers
 
 
+RECOUNTED = {"dense": tiny(), "groups": tiny(block="llama", n_kv_head=2), "gate": tiny(update="gate", n_recur=3, n_prelude=1, n_coda=1), "inject": tiny(update="inject", n_recur=2),
+             "expert": routed(), "four": routed(n_recur=4), "mlp": routed(router_kind="mlp"), "aux": routed(aux_router=True), "token": routed(router="token"), "shared": routed(kv="share"),
+             "keys": routed(kv="share_k"), "gated": routed(update="gate"), "llama": routed(block="llama", n_kv_head=1)}
+
+
+@pytest.mark.parametrize("name", RECOUNTED)
+def test_serve_counts_the_flops_of_every_matrix_product_that_is_run(name):
+    """Recounted operation by operation: rows at steps of their own, and attention to as many keys as there are."""
+    cfg = RECOUNTED[name]
+    engine = Engine(GPT(cfg), 4, core_rows=3, finish_rows=2, steps=bench.balanced(cfg) if cfg.router != "none" else None)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        through(bench.serve_queue(engine, [7, 1, 9, 4, 6, 2, 8], 1, CPU))
+    assert counter.get_total_flops() == bench.served_flops(cfg, engine.counts)
+
+
+@pytest.mark.parametrize("name", RECOUNTED)
+def test_serve_shows_the_bytes_of_keys_and_values_that_are_allocated(name):
+    """Recounted by storage: making an engine makes nothing else."""
+    model, s = GPT(RECOUNTED[name]).eval(), bench.settings_of(["serve"])[1]["vanilla_14"]
+    shown = bench.serving(model, bench.Plan(name, 3, "baseline" if model.cfg.router == "none" else "a"), [20, 9], s, CPU).facts["kv_bytes"]
+    with bench.Live([]) as live:
+        Engine(model, 3, n_places=20)
+    assert shown == live.peak == bench.allocated(model.cfg, 3, 20, "float32")
+
+
 def test_balanced_exits_give_each_number_of_steps_once_in_a_row_and_shift_with_the_request():
     rule = bench.balanced(routed(n_recur=4))
     for number in range(5):
@@ -682,7 +760,7 @@ def test_serve_takes_time_between_the_warm_up_and_the_end_of_the_queue(monkeypat
     tick = engine.tick
     engine.tick = lambda: seen.append(tick()) or seen[-1]
     monkeypatch.setattr(bench, "clock", lambda device: float(len(seen)))
-    marks = bench.serve_queue(engine, [4] * 6, 5, CPU)
+    marks = through(bench.serve_queue(engine, [4] * 6, 5, CPU))
     written = lambda n: sum(map(len, seen[:n]))
     times, tokens = [int(mark[0]) for mark in marks], [mark[1] for mark in marks]
     assert tokens == [written(n) for n in times] and times[0] == 0 and times[3] == len(seen) and tokens[3] == 24
@@ -704,7 +782,7 @@ def test_serve_without_writes_makes_keys_and_values_and_stores_none():
     assert run == [(5, 5, False), (10, 5, True)] and Seat.write is write
 
 
-def test_serve_leaves_writes_out_of_one_more_run_and_not_of_the_others(go, monkeypatch):
+def test_serve_leaves_writes_out_of_runs_of_their_own_and_not_of_the_others(go, monkeypatch):
     written, write = [], Seat.write
     monkeypatch.setattr(Seat, "write", lambda *args: written.append(1) or write(*args))
     inside = bench.without_writes
@@ -717,8 +795,9 @@ def test_serve_leaves_writes_out_of_one_more_run_and_not_of_the_others(go, monke
             yield
         quiet.append(len(written) - before)
     monkeypatch.setattr(bench, "without_writes", watched)
-    rows = go("serve", "dense.py", "dense.py", repeats=1, **SERVED)[1]["rows"]
-    assert quiet == [0] * len(rows) and written
+    row, = go("serve", "dense.py", repeats=1, **SERVED)[1]["rows"]
+    ticks = row["counts"]["finish_calls"]
+    assert not any(quiet) and len(quiet) > ticks and len(written) > 2 * ticks           # of two blocks each tick
 
 
 def test_serve_with_learned_exits_asks_the_routers_and_has_no_run_without_writes(go, mor):
@@ -726,22 +805,73 @@ def test_serve_with_learned_exits_asks_the_routers_and_has_no_run_without_writes
     routed_rows = [row for row in record["rows"] if row["config"] == "toy"]
     assert "exits by the routers, whose weights are random" in lines[0] and all(row["unwritten_per_second"] is None for row in routed_rows)
     assert {row["counts"]["core_rows"] - row["counts"]["finish_rows"] in range(-6, 7) for row in routed_rows} == {True}      # one step for each token
-    assert record["rows"][0]["unwritten_per_second"] > 0 and numbers(lines[-3])[10:12] == [None, None]
+    assert record["rows"][0]["unwritten_per_second"] > 0 and numbers(lines[-3])[11:13] == [None, None]
+
+
+def test_serve_with_learned_exits_has_no_row_whose_texts_are_others(go, mor):
+    lines, record, _ = go("serve", "dense.py", "toy.py", exits="learned", repeats=1, **SERVED)
+    gains = record["gains"]["toy"]
+    assert [row["kind"] for row in record["rows"] if row["config"] == "toy"] == ["a", "b", "c", "d"] and gains["fewer steps"] is gains["smaller windows"] is None
+    assert gains["fewer steps and smaller windows"] == next(row["ratio"] for row in record["rows"] if row["kind"] == "a") and "toy: fewer steps and smaller windows" in lines[-1]
+    lines, record, _ = go("serve", "dense.py", "toy.py", rows=["b"], repeats=1, **SERVED)
+    assert lines[-1].startswith("toy: the K/V memory of dense at 3 holds")              # nothing to tell apart
+
+
+def test_serve_begins_every_request_with_another_token(go, mor, monkeypatch):
+    begun, submit = [], Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda engine, prompt, n, **how: begun.append(prompt) or submit(engine, prompt, n, **how))
+    go("serve", "dense.py", **{**SERVED, "repeats": 1, "unwritten": False})
+    assert begun == [[i] for i in [*range(3), *range(18)]] and bench.first_token(70, tiny(vocab_size=64)) == [6]
+
+
+def test_serve_gives_up_a_queue_that_is_too_short_in_the_first_repeat(go, mor, monkeypatch):
+    served, serve = [], bench.serve_queue
+    monkeypatch.setattr(bench, "serve_queue", lambda engine, lengths, *rest: served.append(len(lengths)) or serve(engine, lengths, *rest))
+    short = {**SERVED, "requests": 8, "repeats": 5}                     # enough for three at a time, and not for eight
+    assert len(go("serve", "dense.py", **short)[1]["rows"]) == 1 and served.count(8) == 10
+    served.clear()
+    message = refusal(bench.main, ["serve", "dense.py", "toy.py", *flags(vocab_size=64, **short)])
+    assert "requests=8 are too few for a steady state of dense, 8 in flight: 0 tokens come between" in message and served.count(8) == 22
+
+
+def test_serve_counts_the_steps_of_the_core_per_token(go, mor):
+    lines, record, _ = go("serve", "dense.py", "toy.py", repeats=1, rows="b", **{**SERVED, "unwritten": False, "requests": 40})
+    assert [row["steps"] for row in record["rows"]] == pytest.approx([1 if row["config"] == "dense" else 2 for row in record["rows"]], rel=0.05)
+    assert [round(row["steps"], 2) for row in record["rows"]] == [numbers(line)[3] for line in lines[2 : 2 + len(record["rows"])]]
+
+
+def test_serve_takes_turns_with_and_without_writes_and_gives_medians_of_pairs(go, mor, monkeypatch):
+    turns, interleave = [], bench.interleave
+
+    def watched(runs, repeats, device):
+        turns.append(list(runs))
+        return interleave(runs, repeats, device)
+    monkeypatch.setattr(bench, "interleave", watched)
+    _, record, _ = go("serve", "dense.py", "toy.py", rows="a", repeats=3, **SERVED)
+    titles = ["dense, 3 in flight", "toy, a: 3 in flight"]
+    dense, toy = record["rows"]
+    assert turns == [[*titles, *(f"{title}, unwritten" for title in titles)]] and toy["setup_seconds"] > 0 and toy["first_seconds"] > 0
+    assert toy["unwritten_per_second"] == sorted(toy["unwritten_rates"])[1] and toy["steady_seconds"] == pytest.approx(toy["steady_tokens"] / toy["tokens_per_second"])
+    assert toy["unwritten_ratio"] == sorted(a / b for a, b in zip(toy["unwritten_rates"], dense["unwritten_rates"]))[1]
+    without = go("serve", "dense.py", "toy.py", rows="a", **{**SERVED, "repeats": 1, "unwritten": False})[1]["rows"]
+    assert len(turns[1]) == 2 and [row["unwritten_per_second"] for row in without] == [row["unwritten_ratio"] for row in without] == [None, None]
 
 
 def test_serve_puts_a_run_beside_a_dense_model_of_its_shape(tmp_path, monkeypatch, capsys):
     model = GPT(routed()).eval()
-    monkeypatch.setattr(bench, "load_run", lambda run, device: (model, None, {"folder": Path(run)}))
+    monkeypatch.setattr(bench, "load_run", lambda run, device: (model, SimpleNamespace(eot_token=7), {"folder": Path(run)}))
+    begun, submit = set(), Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda engine, prompt, n, **how: begun.add((*prompt, how["temperature"], how["seed"])) or submit(engine, prompt, n, **how))
     bench.main(["serve", *flags(run="out/mine", exits="learned", repeats=1, **SERVED)])
     lines = capsys.readouterr().out.splitlines()
     record = json.loads(lines[-1])
     assert list(dict.fromkeys(row["config"] for row in record["rows"])) == ["dense 0+8x1+0", "mine"] and lines[0].startswith("serve: dense 0+8x1+0 0+8x1+0, mine 1+2x3+1")
-    assert "exits by the routers;" in lines[0]
+    assert "exits by the routers;" in lines[0] and "drawn after end-of-text" in lines[0] and begun == {(7, 1.0, i) for i in range(18)}          # texts that differ
     model.cfg = tiny()
     make_config(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert "has no router" in refusal(bench.main, ["serve", "--run=out/mine"])
-    assert "leave out toy.py --n_embd" in refusal(bench.main, ["serve", "toy.py", "--run=out/mine", "--n_embd=8"])
+    assert "leave out toy.py --n_embd --against" in refusal(bench.main, ["serve", "toy.py", "--run=out/mine", "--n_embd=8", "--against=transformers"])
 
 
 def test_serve_against_the_number_in_flight_fits_the_time_of_a_round_and_draws_it(go, mor, monkeypatch):
@@ -766,7 +896,9 @@ def test_serve_against_the_number_in_flight_fits_the_time_of_a_round_and_draws_i
     (["train", "dense.py", "--slots=3"], "goes with mode serve"),
     (["decode", "dense.py", "--new_tokens=1", "--prompt_tokens=2"], "give at least 2"), (["decode", "dense.py", "--prompt_tokens=30"], "do not fit block_size=32"),
     (["decode", "dense.py", "--cache=mean", "--prompt_tokens=2", "--router=expert", "--new_tokens=4"], "cache='mean'"),
-    (["serve", "dense.py", "--paper=true", "--contexts=1,2"], "goes with mode decode")])
+    (["serve", "dense.py", "--paper=true", "--contexts=1,2"], "goes with mode decode"),
+    (["serve", "dense.py", "toy.py", "--rows=a", "--rows=e"], "rows=['a', 'e'] are not rows"), (["serve", "dense.py", "--rows=[]"], "rows=[] are not rows"), (["serve", "dense.py", "--batches=1,2", "--slots=3"], "slots=3 has no part in a curve over batches"),
+    (["serve", "dense.py", "--batches=1,2", "--rows=d"], "no part in a curve over batches"), (["decode", "dense.py", "--contexts=4,8", "--prompt_tokens=3"], "no part in a curve over contexts")])
 def test_what_cannot_be_served_or_decoded_is_one_line(go, mor, argv, words):
     assert words in refusal(bench.main, [*argv, "--vocab_size=64"])
 
@@ -782,15 +914,24 @@ def test_their_model_with_our_weights_gives_our_logits(transformers, changes):
     assert bench.first_difference(model, [7, 3, 5], CPU) is None
 
 
+def test_their_logits_tell_weights_apart_that_write_one_text(transformers, monkeypatch):
+    model, copy = GPT(tiny()).eval(), bench.as_hugging_face
+    assert bench.logits_apart(model, CPU) < 1e-6
+    other = GPT(tiny()).eval()
+    other.load_state_dict({name: x * (1.01 if "attention.value" in name else 1) for name, x in model.state_dict().items()})
+    monkeypatch.setattr(bench, "as_hugging_face", lambda model: copy(other))
+    assert bench.first_difference(model, [6, 6], CPU) is None and bench.logits_apart(model, CPU) > 1e-5
+
+
 def test_no_id_ends_their_text(transformers):
     torch.manual_seed(0)
     model = GPT(tiny()).eval()                                          # at its start values a model repeats its prompt, and id 0 is their end of text
     with torch.no_grad():
         model.embed.weight[0] *= 5
     net = bench.as_hugging_face(model)
-    assert bench.write_batch(net, 2, 6, CPU).tolist() == [[0] * 6] * 2 and bench.first_difference(model, [6, 4], CPU) is None
+    assert bench.write_batch(net, [[0], [0]], 6, CPU).tolist() == [[0] * 6] * 2 and bench.first_difference(model, [6, 4], CPU) is None
     net.generation_config.eos_token_id = 0                              # or it would
-    assert bench.write_batch(net, 2, 6, CPU).shape == (2, 1)
+    assert bench.write_batch(net, [[0], [0]], 6, CPU).shape == (2, 1)
 
 
 def test_a_text_that_differs_is_found(transformers, monkeypatch):
@@ -804,8 +945,10 @@ def test_a_text_that_differs_is_found(transformers, monkeypatch):
 
 
 def test_serve_stands_beside_static_batches_of_the_same_lengths(go, mor, transformers, monkeypatch):
-    batches, write = [], bench.write_batch
-    monkeypatch.setattr(bench, "write_batch", lambda net, n_rows, n_new, device: batches.append((n_rows, n_new)) or write(net, n_rows, n_new, device))
+    batches, firsts, taken, write, interleave = [], [], {}, bench.write_batch, bench.interleave
+    monkeypatch.setattr(bench, "write_batch", lambda net, first_B1, n_new, device: firsts.append(first_B1) or batches.append((len(first_B1), n_new)) or write(
+        net, first_B1, n_new, device))
+    monkeypatch.setattr(bench, "interleave", lambda *args: taken.update(found := interleave(*args)[0]) or (found, dict.fromkeys(found, 1.0)))
     lines, record, _ = go("serve", "dense.py", "toy.py", against="transformers", repeats=1, **{**SERVED, "requests": 25, "length_std": 2})
     s = bench.settings_of(["serve", "dense.py", *flags(vocab_size=64, **{**SERVED, "requests": 25, "length_std": 2})])[1]["dense"]
     lengths = bench.queue_of(s, {"dense": config_of("dense.py")}, 25)
@@ -814,7 +957,9 @@ def test_serve_stands_beside_static_batches_of_the_same_lengths(go, mor, transfo
     theirs, mine = record["theirs"]["dense"], record["rows"][0]
     assert theirs["padding_avoided"] == sum(n * longest for n, longest in static) / sum(lengths) > 1 and theirs["differs"] is None
     assert theirs["computed_per_second"] == pytest.approx(theirs["wanted_per_second"] * theirs["padding_avoided"])
-    assert theirs["ours_over_theirs"] == pytest.approx(mine["whole_tokens_per_second"] / theirs["wanted_per_second"])
+    assert sum(firsts[1:-1], []) == [[i] for i in range(25)]            # they begin as ours do
+    assert theirs["ours_over_theirs"] == taken["dense, transformers"][0][0] / taken[mine["name"]][0][0]           # all of it
+    assert theirs["logits_apart"] < 1e-5
     assert "their first texts are equal" in next(line for line in lines if line.startswith("transformers"))
 
 
@@ -896,3 +1041,74 @@ def test_decode_has_a_row_for_the_engine_in_fixed_passes(go):
     eager, fixed = record["rows"]
     assert (eager["name"], fixed["name"]) == ("toy eager", "toy fixed") and fixed["ms"] > 0 and 0 < fixed["first_token_ms"]
     assert fixed["time_ratio"] == fixed["flops_ratio"] == 1 and fixed["peak_bytes"] > 0
+
+
+# ----------------------------------------------------------------------------------------------------------------- on a GPU
+
+SCRIPT = bench.HERE / "config" / "bench" / "gpu.sh"
+SMALL = dict(n_embd=16, n_head=2, n_kv_head=1, n_ffn=32, n_core=1, block_size=32, vocab_size=64, repeats=1, device="cpu")
+SMALL_OF = {"decode": dict(prompt_tokens=8, new_tokens=4), "serve": dict(slots=2, requests=20, length_mean=5, length_std=1, warmup=1), "train": dict(batch_size=2)}
+
+
+@pytest.fixture
+def gpu_commands(tmp_path):
+    """[(name, what python is given)] of gpu.sh, which runs as it stands: python alone is another."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"#!/bin/sh\nprintf '%s\\t' \"$@\" >> {tmp_path}/argv; echo >> {tmp_path}/argv; echo a table; echo '{{}}'\n")
+    stand_in.chmod(0o755)
+    done = subprocess.run(["sh", str(SCRIPT), "results"], cwd=tmp_path, env={**os.environ, "PYTHON": str(stand_in)}, capture_output=True, text=True, timeout=60)
+    argvs = [line.split("\t")[:-1] for line in (tmp_path / "argv").read_text().splitlines()]
+    files = {path.stem: path.read_text().splitlines() for path in sorted((tmp_path / "results").glob("*.txt"))}
+    names = re.findall(r"^try (\w+) ", SCRIPT.read_text(), re.M)
+    assert done.returncode == 0 and set(files) == set(names) and done.stdout.count("a table") == len(names) and "{" not in done.stdout, done
+    for name, argv in zip(names, argvs):
+        assert files[name][0].startswith("commit ") and files[name][0].endswith("python " + " ".join(argv)) and files[name][1:] == ["a table", "{}"]
+    return list(zip(names, argvs))
+
+
+def test_the_script_for_a_gpu_takes_nine_minutes_at_most_and_writes_down_command_and_commit(gpu_commands):
+    assert sum(map(int, re.findall(r"^try \w+ (\d+) ", SCRIPT.read_text(), re.M))) <= 9 * 60 and len(gpu_commands) >= 5
+    tests = next(argv for _, argv in gpu_commands if argv[:2] == ["-m", "pytest"])
+    assert tests[3:5] == ["tests/test_bench.py", "-k"] and sum(tests[5] in name for name in globals() if name.startswith("test_")) >= 2
+
+
+def test_every_command_of_the_script_for_a_gpu_runs_here_in_small(gpu_commands, monkeypatch, capsys):
+    monkeypatch.chdir(bench.HERE)
+    ran = [argv for _, argv in gpu_commands if argv[0] == "bench.py"]
+    for _, mode, *rest in ran:
+        bench.main([mode, *rest, *flags(**SMALL, **SMALL_OF[mode])])
+        record = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert record["mode"] == mode and all(row.get("ms", 1) > 0 and row.get("tokens_per_second", 1) > 0 for row in record["rows"])
+    assert {mode for _, mode, *_ in ran} == set(SMALL_OF)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+WIDE = dict(n_embd=64, block_size=64, n_core=2)                         # heads of 16: kernels for half precision want a multiple of 8
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("changes", [{}, dict(block="llama", n_kv_head=2), dict(update="gate", n_prelude=1, n_recur=3, n_coda=1), dict(n_prelude=1, n_recur=3, router="expert", block="llama")], ids=str)
+def test_on_cuda_the_logits_of_replayed_passes_are_those_of_a_whole_forward(changes, dtype):
+    model, seen = loud(tiny(**WIDE, **changes)).to("cuda", getattr(torch, dtype)), {}
+    engine = Engine(model, 3)
+    for i in range(7):
+        request = engine.submit(range(1, 2 + i % 3), 5 + 4 * i)
+        request.greedy, request.draw = False, lambda z_1V, logits=seen.setdefault(request, []): (logits.append(z_1V[0]), z_1V.argmax(-1))[1]
+    for request, token in engine.run():
+        assert token is not None, request.error
+    far = 0
+    for request, logits in seen.items():
+        with torch.inference_mode():
+            want_TV = model(torch.tensor([request.ids[:-1]], device="cuda")).logits[0, request.n_prompt - 1 :].float()
+        far += ((torch.stack(logits).float() - want_TV).abs().amax(-1) > (1e-3 if dtype == "float32" else 0.05) * want_TV.abs().max()).sum().item()
+    routed = model.cfg.router != "none"                                 # rounded, a router near its threshold may say the other thing
+    assert far <= (10 if routed and dtype == "bfloat16" else 0) and engine.passes["core"].graphs
+
+
+@needs_cuda
+def test_on_cuda_bench_decodes_in_three_ways_and_serves_by_graphs(go, mor):
+    _, record, _ = go("decode", "dense.py", prompt_tokens=4, device="cuda", compile="true", repeats=1)
+    assert [row["name"] for row in record["rows"]] == ["dense eager", "dense compiled", "dense graphs, compiled"] and torch.cuda.get_device_name() in record["device"]
+    _, record, _ = go("serve", "dense.py", "toy.py", device="cuda", repeats=1, **SERVED)
+    assert all(row["ratio"] > 0 for row in record["rows"])

@@ -369,7 +369,7 @@ def test_the_report_has_a_row_for_every_choice_and_labels_what_is_not_causal(go)
 
 def test_a_run_without_a_router_is_skipped_and_refused_by_name(go, capsys):
     lines, record, err = go(out_dir="out/none", exit_tokens=0)
-    assert "router" not in record["parts"] and err.count("note: left out: router (out/none has no router)") == 1
+    assert "router" not in record["parts"] and err.count("router (out/none has no router)") == 1
     before = Path("out/none/eval.json").read_text("utf-8")
     assert "out/none has no router, so there is nothing" in refusal(evaluation.main, ["loss", "router", "--out_dir=out/none", "--device=cpu"])
     assert Path("out/none/eval.json").read_text("utf-8") == before and capsys.readouterr().out == ""                   # refused before any work
