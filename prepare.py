@@ -100,6 +100,12 @@ def get_tokenizer(name):
         raise UserError(f"tokenizer '{name}': {why_not_loaded(error, folder, cached)}, or prepare the data with --tokenizer=bytes") from None
 
 
+def run_tokenizer(folder, name):
+    """The tokenizer of a run: by name, or the tokenizer.json that lies in its folder, wherever that was moved to."""
+    own = Path(folder, "tokenizer.json")
+    return get_tokenizer(str(own) if own.is_file() else name)
+
+
 def start(function):
     """A Future of function(), which runs in a thread that nobody has to wait for."""
     future = Future()
@@ -1205,13 +1211,13 @@ def export_run(path, folder):
         raise UserError(f"{path}: {error}") from None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already and not empty; choose another --export=")
-    encoding = get_tokenizer(name)
+    encoding = run_tokenizer(path.parent, name)
     if fingerprint(encoding) != mark:
         raise UserError(f"{path} was trained with another tokenizer of the name {name!r} than the one that is here ({mark} and {fingerprint(encoding)})")
     with train.fitting(path):
         tensors, end = theirs_of(state, cfg), encoding.eot_token
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "model_max_length": cfg.block_size}
-    own = Path(name) if name.endswith(".json") else Path(name, "tokenizer.json")
+    own = next(filter(Path.is_file, (path.parent / "tokenizer.json", Path(name), Path(name, "tokenizer.json"))), Path(name))
     pages = {"config.json": their_config(cfg, end), "tokenizer_config.json": words, "tokenizer.json": read_json(own) if own.is_file() else tokenizer_json(encoding)}
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ def load_run(out_dir, device):
     path = checkpoint_of(folder)
     state = load_checkpoint(path)
     with fitting(path):
-        tokenizer = prepare.get_tokenizer(state["tokenizer"])
+        tokenizer = prepare.run_tokenizer(path.parent, state["tokenizer"])
         if prepare.fingerprint(tokenizer) != state["fingerprint"]:
             raise UserError(f"{folder} was trained with another tokenizer of the name {state['tokenizer']!r} than the one installed "
                             f"here (fingerprints {state['fingerprint']} and {prepare.fingerprint(tokenizer)})")

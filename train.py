@@ -797,7 +797,7 @@ def check_resume(state, cfg, meta, settings):
             print(f"resume: {name} was {state['settings'][name]!r}, now {value!r}")
 
 
-SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "n_prelude", "n_core", "n_coda", "update", "router", "lora_rank",
+SHAPE_KEYS = ("block", "vocab_size", "n_embd", "n_head", "n_kv_head", "n_ffn", "bias", "gelu", "n_prelude", "n_core", "n_coda", "update", "router", "lora_rank",
               "sandwich_norm", "loop_norm", "loss")
 LORA_KEYS = ("n_recur",)                                                                          # where steps have additions of their own
 ROUTER_KEYS = ("n_recur", "router_kind", "router_width", "aux_router", "router_balance")         # where there is a router
@@ -1280,7 +1280,7 @@ def main(argv):
 def write(folder, n_tokens, device="cpu", seed=0):
     """A short text from the run's checkpoint, from an empty start."""
     state = load_checkpoint(folder / "ckpt.pt")
-    tokenizer, model = prepare.get_tokenizer(state["tokenizer"]), GPT(GPTConfig(**state["model_config"])).to(device)
+    tokenizer, model = prepare.run_tokenizer(folder, state["tokenizer"]), GPT(GPTConfig(**state["model_config"])).to(device)
     model.load_state_dict(state["model"])
     rng = generator(seed, device)
     ids = [row[0] for row in stream(model, [[tokenizer.eot_token]], n_tokens, temperature=0.8, top_k=50, generator=rng)]

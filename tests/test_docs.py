@@ -154,7 +154,10 @@ def test_what_the_readme_says_of_published_numbers_that_do_not_follow_is_in_the_
 def test_every_file_that_the_readme_names_exists():
     there = {str(path.relative_to(ROOT)) for pattern in ("*", "config/*", "tests/*", ".ci/*") for path in ROOT.glob(pattern)}
     names = re.findall(r"(?<![\w/-])((?:(?:config|tests|\.ci)/)?[\w-]+\.(?:py|md|txt|toml|json))\b", README)
-    assert {"model.py", "train.py", "sample.py"} <= set(names) and set(names) <= there | set(STAND_INS)
+    of_others = {"config.json", "tokenizer.json"}             # beside model.safetensors
+    assert {"model.py", "train.py", "sample.py"} <= set(names) and set(names) <= there | set(STAND_INS) | of_others
+    pictures = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    assert "assets/depth.png" in pictures and all((ROOT / path).is_file() for path in pictures)
 
 
 def blocks():

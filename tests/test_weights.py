@@ -436,6 +436,9 @@ def test_a_tokenizer_of_its_own_goes_with_the_run_and_its_data(here, capsys):
     shutil.rmtree("theirs")
     _, tokenizer, _ = sample.load_run("out/own", "cpu")
     assert tokenizer.encode_ordinary("12 ab") == learned("digits").encode("12 ab").ids
+    shutil.move("out/own", "elsewhere")                                 # it lies in the run's folder
+    assert sample.load_run("elsewhere", "cpu")[1].encode_ordinary("12 ab") == tokenizer.encode_ordinary("12 ab")
+    shutil.move("elsewhere", "out/own")
     prepare.prepare("corpus", name="mine", tokenizer="out/own", quiet=True)
     small = ["--dataset=mine", "--max_iters=2", "--batch_size=2", "--sample_tokens=5", "--compile=false", "--device=cpu", "--eval_tokens=64", "--warmup_iters=1",
              "--gradient_accumulation_steps=1"]
