@@ -50,6 +50,7 @@ from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoin
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf), "limit": (1, math.inf), "num_fewshot": (0, math.inf)}
 LOGITS = 2**24                # made at a time: 64 MiB in float32
 MOST_BYTES = 500_000          # of validation text that the part loss reads, unless --full
+DRAWN = 2**22                 # how often windows are drawn in resamples: numbers at a time, 32 MiB
 TOLERANCE = 1e-6              # nats per token between the loss that train.py stored and the same one measured again
 
 
@@ -159,20 +160,21 @@ def exit_depths(cfg):
 def features_at(model, ids_BT, depths, routing="causal"):
     """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower.
     Token-choice models, which end a token's last step in its own way, take a pass for each."""
-    if model.cfg.router == "token":
+    cfg = model.cfg
+    if cfg.router == "token":
         yield from (features_of(model, ids_BT, depth, routing) for depth in depths)
         return
-    cfg, cache, noise, done = model.cfg, no_cache(model.cfg), Silence(), 0
+    if is_plain(cfg):
+        p = taken_apart(model, ids_BT)
+        yield from (p.features(p.states[round(depth * cfg.n_core)]) for depth in depths)
+        return
+    cache, noise, done = no_cache(cfg), Silence(), 0
     e_BTD, outer = model.start(ids_BT, cache, routing=routing)
     watch, (h_BTD, anchor, who) = AtEnd(model, outer, cache), model.recursion.enter(e_BTD, outer, cfg.n_recur, noise)
     for depth in depths:
-        wanted = round(depth * cfg.n_core) if is_plain(cfg) else depth          # blocks, or steps
-        for i in range(done, wanted):
-            if is_plain(cfg):
-                h_BTD = model.recursion.core[cfg.sharing_rule.block(0, i, cfg)](h_BTD, who.cos, who.sin, cache.core_seat(0, i))
-            else:
-                h_BTD, who = model.recursion.step(h_BTD, anchor, who, i, noise, cache, watch)
-        done = wanted
+        for step in range(done, depth):
+            h_BTD, who = model.recursion.step(h_BTD, anchor, who, step, noise, cache, watch)
+        done = depth
         yield watch.features(h_BTD, who)
 
 
@@ -223,19 +225,33 @@ def window_nats(run, starts, depths, routing="causal"):
     return torch.cat(nats, 1).numpy(), torch.cat(counts).numpy()
 
 
+def draws(n_windows, seed, resamples):
+    """Yield how often each window is drawn, (resamples, W), some resamples at a time: with replacement, as many as there are."""
+    rng, n = np.random.default_rng(seed), max(1, DRAWN // n_windows)
+    for i in range(0, resamples, n):
+        counts = (np.bincount(rng.integers(n_windows, size=n_windows), minlength=n_windows) for _ in range(min(n, resamples - i)))
+        yield np.array([*counts], float)
+
+
+@functools.lru_cache(maxsize=2)
+def kept_draws(n_windows, seed, resamples):
+    return [*draws(n_windows, seed, resamples)]
+
+
 def bootstrap(nats, counts, seed=0, resamples=1000):
     """The mean per token of as many windows drawn with replacement, again and again: how much it depends on the windows
     that happen to be there. (Windows are taken as independent; neighbours from one document are less than that.)"""
     if len(nats) == 1:
         return np.full(resamples, np.nan)                     # one window says nothing about others
-    rng = np.random.default_rng(seed)
-    draws = (rng.integers(len(nats), size=len(nats)) for _ in range(resamples))
-    return np.array([nats[draw].sum() / counts[draw].sum() for draw in draws])
+    few = len(nats) * resamples <= DRAWN                      # drawn once for all numbers over these windows
+    with np.errstate(invalid="ignore", divide="ignore"):      # a draw in which something never occurs has no mean
+        means = [draw_RW @ nats / (draw_RW @ counts) for draw_RW in (kept_draws if few else draws)(len(nats), seed, resamples)]
+    return np.concatenate(means)
 
 
 def interval(means):
-    """The middle 95%; None where the resampled means have none."""
-    return None if np.isnan(means).any() else np.quantile(means, (0.025, 0.975)).tolist()
+    """The middle 95%; None where one of the resampled means is none."""
+    return np.quantile(means, (0.025, 0.975)).tolist() if np.isfinite(means).all() else None
 
 
 def loss_of(nats, counts):
@@ -459,7 +475,12 @@ def measure_depth(run, eval_tokens):
 
 def early_share(nats_S):
     """Of the loss that all these steps take off, what the first two do."""
-    return (nats_S[0] - nats_S[2]) / (nats_S[0] - nats_S[-1])
+    return (nats_S[0] - nats_S[2]) / drop(nats_S[0], nats_S[-1])
+
+
+def drop(first, last):
+    """How far a loss falls; NaN where it does not, of which nothing is a share."""
+    return np.where(first > last, first - last, math.nan)
 
 
 def gains(cfg, sums, counts, full):
@@ -476,7 +497,7 @@ def depth_claims(cfg, sums, counts, full):
     """What GRT says of depth, and MoR of a smaller maximum than the trained one."""
     nats, kl, claims = sums["nats"], sums["kl"], []
     fall = lambda means: (means[:-1] - means[1:]).min(0)      # the smallest of all steps
-    rise = lambda means: (means[2] - means[1]) / (means[0] - means[1])
+    rise = lambda means: (means[2] - means[1]) / drop(means[0], means[1])
     says = lambda text, *what, paper="GRT", **side: claims.append(claim(text, paper, what[0], counts, *what[1:], **side))
     loops = full > 1 and cfg.router == "none" and not is_plain(cfg)
     if full > 1 and cfg.router != "none":
@@ -502,8 +523,8 @@ def flops_of(run, starts):
         return lambda depth: cfg.flops_per_token(cfg.block_size, depth=depth)
     for ids_BT, _ in batches(run, starts):
         with run.autocast:
-            depths.append(run.model(ids_BT).depth_BT.flatten())
-    shares = step_shares(torch.cat(depths).cpu().numpy(), cfg.n_recur)
+            depths.append(full_pass(run.model, ids_BT)[1].cpu())
+    shares = step_shares(torch.cat(depths).numpy(), cfg.n_recur)
     return lambda depth: flops_at(cfg, shares, depth)
 
 
@@ -868,6 +889,8 @@ class HeadWatch:
 
     def hear(self, attention, args):
         x_BTD, cos, sin, _, low = args
+        if x_BTD.size(1) < 3:
+            return                                            # not three places to look at
         self.sums += [0] * (self.n_heard == len(self.sums))
         self.sums[self.n_heard] = self.sums[self.n_heard] + head_sums(attention, x_BTD, cos, sin, low)
         self.n_heard += 1
@@ -1780,8 +1803,9 @@ def walk_kv(run, starts):
         before = {}
         with run.autocast:
             for step, made in enumerate(kv_by_step(run.model, ids_BT)):
-                seen = {(name, "norm", step, j): x_BTW.double().norm(dim=-1) for (name, j), x_BTW in made.items()}
-                seen |= {(name, "cosine", step - 1, j): F.cosine_similarity(x_BTW.double(), made[name, j].double(), dim=-1) for (name, j), x_BTW in before.items()}
+                made = {where: in_double(x_BTW) for where, x_BTW in made.items()}
+                seen = {(name, "norm", step, j): x_BTW.norm(dim=-1) for (name, j), x_BTW in made.items()}
+                seen |= {(name, "cosine", step - 1, j): F.cosine_similarity(x_BTW, made[name, j], dim=-1) for (name, j), x_BTW in before.items()}
                 for where, value_BT in seen.items():
                     rows.setdefault(where, []).append(torch.stack([value_BT.nansum(1), value_BT.isfinite().sum(1)]).cpu())
                 before = made
@@ -1798,10 +1822,10 @@ def measure_kv(run, starts):
                             "by_step": [mean_of(pooled(name, what, [step])) for step in range(n)]}
                      for what, n in (("norm", cfg.n_recur), ("cosine", cfg.n_recur - 1))} for name in "KV"}
     both = {name: pooled(name, "cosine", range(cfg.n_recur - 1)) for name in "KV"}
-    for name, (sums_W, n_W) in both.items():
-        record[name]["cosine"]["all"] = {"value": mean_of(both[name]), "interval": interval(bootstrap(sums_W, n_W)) if n_W.all() else None}
+    for name, pair_2W in both.items():
+        record[name]["cosine"]["all"] = {"value": mean_of(pair_2W), "interval": interval(bootstrap(*pair_2W))}
     (k_W, n_W), (v_W, others_W) = both["K"], both["V"]
-    equal = n_W.all() and (n_W == others_W).all()             # not where the steps share one of the two
+    equal = n_W.any() and (n_W == others_W).all()             # not where the steps share one of the two
     return {"kv": cfg.kv, **record, "V_minus_K": paired(v_W, k_W, n_W) if equal else None}
 
 
@@ -2075,6 +2099,8 @@ def save_page(path, text):
         return str(path)
     except UserError as error:                                # the numbers are worth more than the page
         print(f"note: no page: {error}", file=sys.stderr)
+
+
 # ------------------------------------------------------------------------------------------------------- part: benchmarks
 
 # {set: {column: {task of the harness: the metric that counts}}}; two tasks in a column: their mean.

@@ -250,6 +250,27 @@ def test_a_short_window_weighs_by_its_tokens_and_one_window_has_no_interval():
     assert set(bootstrap(np.array([30.0, 2.0]), np.array([10.0, 1.0])).round(6)) == {3.0, round(32 / 11, 6), 2.0}
 
 
+@pytest.mark.parametrize("n_windows", [7, 400])
+def test_windows_are_drawn_once_for_all_numbers_and_many_of_them_some_resamples_at_a_time(n_windows, monkeypatch):
+    rng, made, default_rng = np.random.default_rng(3), [], np.random.default_rng
+    nats, counts = rng.normal(64, 8, (3, n_windows)), np.full(n_windows, 32.0)
+    wanted, slow = [], default_rng(2)
+    for draw in (slow.integers(n_windows, size=n_windows) for _ in range(1000)):
+        wanted.append([row[draw].sum() / counts[draw].sum() for row in nats])
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: made.append(seed) or default_rng(seed))
+    evaluation.kept_draws.cache_clear()
+    assert np.array([bootstrap(row, counts, seed=2) for row in nats]) == pytest.approx(np.array(wanted).T, rel=1e-12) and made == [2]
+    monkeypatch.setattr(evaluation, "DRAWN", 900)                         # numbers at a time: 128 resamples, or 2
+    assert {len(draw_RW) for draw_RW in evaluation.draws(n_windows, 2, 1000)} == ({128, 104} if n_windows == 7 else {2})
+    assert bootstrap(nats[0], counts, seed=2) == pytest.approx(np.array(wanted)[:, 0], rel=1e-12) and made == [2, 2, 2]
+
+
+def test_what_is_not_finite_has_no_interval():
+    for odd in (math.nan, math.inf):
+        assert interval(bootstrap(np.array([5.0, odd, 3.0]), np.ones(3))) is None
+    assert interval(np.array([1.0, math.inf])) is None and interval(np.array([1.0, 1.0])) == [1, 1]
+
+
 def test_runs_are_compared_window_by_window(go):
     lines, record, _ = go("loss", compare="out/dense")
     part = record["parts"]["loss"]
@@ -326,7 +347,8 @@ def test_one_pass_gives_what_a_forward_pass_to_each_depth_gives(changes, monkeyp
         assert depths == [R] and (steps.count("step"), steps.count("finish")) == (R, 1)
 
 
-@pytest.mark.parametrize("changes", [{}, dict(n_prelude=1, n_coda=1), dict(block="llama", sharing="sequence")])
+@pytest.mark.parametrize("changes", [{}, dict(n_prelude=1, n_coda=1), dict(block="llama", sharing="sequence"), dict(lora_rank=2), dict(loop_norm=True),
+                                     dict(loop_norm=True, n_coda=1), dict(kv="share"), dict(kv="share_k")])
 def test_a_dense_model_left_after_k_blocks_is_the_model_of_k_blocks(changes):
     cfg = tiny(n_core=3, **changes)
     model, ids_BT = loud(cfg), some_ids(2, 32)
@@ -335,7 +357,7 @@ def test_a_dense_model_left_after_k_blocks_is_the_model_of_k_blocks(changes):
     for k, (depth, x_BTD) in enumerate(zip(depths, features_at(model, ids_BT, depths))):
         if k:
             short = GPT(replace(cfg, n_core=k)).eval()
-            weights = {name: w for name, w in model.state_dict().items() if not name.startswith(tuple(f"recursion.core.{j}." for j in range(k, 3)))}
+            weights = {name: w for name, w in model.state_dict().items() if not any(f".{j}." in name.removeprefix("coda.0") for j in range(k, 3))}
             short.load_state_dict(weights)
             assert torch.allclose(model.head(x_BTD), short(ids_BT).logits, atol=1e-5)
             assert cfg.flops_per_token(32, depth=depth) == pytest.approx(short.cfg.flops_per_token(32), rel=1e-12)

@@ -268,6 +268,26 @@ def test_shallow_loops_have_no_first_two_steps_to_speak_of():
     assert gains(two, *sums_of(5, 4, 3, 3, 3), 2)["accuracy_kept"]["after"] == 1 and gains(tiny(n_recur=1, update="gate"), *sums_of(5, 4, 4), 1) == {}
 
 
+def test_of_a_loss_that_does_not_fall_nothing_is_a_share():
+    cfg, worse = tiny(**LOOP | dict(n_recur=4)), sums_of(2.6, 3, 4, 4.5, 5, 5, 5, 5, 5)          # (2.6 - 4) / (2.6 - 5) is more than half, too
+    shares = [c for c in depth_claims(cfg, *worse, 4) if "most of" in c["claim"] or "rises little" in c["claim"]]
+    assert len(shares) == 2 and all(math.isnan(c["value"]) and c["interval"] is None and c["holds"] is None for c in shares)
+    assert math.isnan(gains(cfg, *worse, 4)["share_of_first_two"]["value"]) and gains(cfg, *worse, 4)["accuracy_kept"]["interval"]
+    unclear = gains(cfg, *sums_of(3, 3, 3, 3, 3, noise=1.0), 4)["share_of_first_two"]             # some draws fall, some do not
+    assert unclear["interval"] is None
+
+
+@torch.no_grad()
+def test_who_really_went_on_is_counted_without_logits(place, monkeypatch):
+    monkeypatch.chdir(place)
+    run = open_run("expert")
+    starts = train.fixed_windows(run.split, 160)
+    depth_BT = run.model(run.split.batch(starts)[0]).depth_BT
+    monkeypatch.setattr(GPT, "head", None)
+    flops = evaluation.flops_of(run, starts)
+    assert [flops(k) for k in range(5)] == [evaluation.flops_at(run.model.cfg, [(depth_BT > r).double().mean().item() for r in range(4)], k) for k in range(5)]
+
+
 def test_the_claims_are_printed_in_one_table_and_stand_in_the_record(go):
     lines, part = go("gated")
     title = next(i for i, line in enumerate(lines) if "claims on out/gated" in line)

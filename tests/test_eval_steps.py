@@ -295,6 +295,14 @@ def test_heads_that_see_a_part_or_another_steps_keys_are_left_out_and_the_reason
     assert watch.numbers() == {"why": "kv='share'" if name == "share" else f"router={name!r}", "steps": []}
 
 
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_where_there_are_no_three_places_no_head_has_a_type(block_size):
+    model = exact(n_core=2, block_size=block_size)
+    with torch.no_grad(), (watch := HeadWatch(model)):
+        taken_apart(model, some_ids(2, block_size))
+    assert watch.numbers() == {"why": "", "steps": []}
+
+
 # ---- who gains
 
 
