@@ -617,7 +617,8 @@ def draw_kl(axes, measured):
     """The full depth itself, at 0, has no place on this axis: the line is broken there."""
     for i, (run, n) in enumerate(measured):
         draw_line(axes, i, run, "kl", [p if p["kl"] > 0 else p | {"kl": math.nan} for p in n["points"]])
-    axes.set(yscale="log", ylabel="KL(full depth || this depth), nats per token", title="How far the distribution is from that at full depth")
+    axes.set(ylabel="KL(full depth || this depth), nats per token", title="How far the distribution is from that at full depth")
+    by_decades(axes)
 
 
 def draw_line(axes, i, run, what, points, **style):
@@ -637,6 +638,12 @@ def new_figure(width, height):
         return Figure(figsize=(width, height), layout="constrained")
     except ImportError:
         print("note: no picture, as matplotlib is not here (pip install matplotlib)", file=sys.stderr)
+
+
+def by_decades(axes):
+    """A logarithmic y axis, if anything drawn has a place on it: matplotlib fails on an axis without one."""
+    if any(0 < y < math.inf for line in axes.get_lines() for y in line.get_ydata()):
+        axes.set_yscale("log")
 
 
 def plain(text):
@@ -968,7 +975,7 @@ def measure_steps(run, s):
 def step_numbers(sums, r, depths):
     """gain: the mean loss before the step minus that after it."""
     of = lambda name: number_of(sums[name, r]) if (name, r) in sums.rows else None
-    gain = change(sums["nats", r], sums["nats", r - 1]) if r - 1 in depths else None
+    gain = change(sums["nats", r], sums["nats", r - 1]) if {r - 1, r} <= {*depths} else None
     return {"step": r, "took": ratio(sums["took", r]), **{name: of(name) for name in ("update_norm", "relative_update", "update_cosine", "proposal_cosine")},
             "gain": gain, "nats_per_token": of("nats")}
 
@@ -1081,7 +1088,8 @@ def draw_steps(measured):
         curve(cosines, n, "proposal_cosine", color=color, linestyle="--")
         if n["improvement"]:
             gains.plot(range(1, TENTHS + 1), [tenth["improvement"] for tenth in n["improvement"]["tenths"]], marker="o", markersize=4, color=color)
-    norms.set(title="How far a step moves the state", xlabel="step (dense: core block)", ylabel="||update|| / ||state||", yscale="log")
+    norms.set(title="How far a step moves the state", xlabel="step (dense: core block)", ylabel="||update|| / ||state||")
+    by_decades(norms)
     for style, label in (("-", "updates"), ("--", "proposals")):
         cosines.plot([], [], style, color="grey", label=label)
     cosines.set(title="Cosine to the step before", xlabel="step (dense: core block)")
@@ -1158,7 +1166,8 @@ def gate_weights(update):
     halves = dict(zip(("state", "anchor"), exact(update.gate.up).chunk(2, 1)))
     norms = {name: half_DD.norm().item() for name, half_DD in halves.items()}
     cos_D = F.cosine_similarity(exact(update.from_state), exact(update.from_anchor), dim=1)
-    return {"singular_values": {name: torch.linalg.svdvals(half_DD)[:TOP_VALUES].tolist() for name, half_DD in halves.items()},
+    values = lambda w: torch.linalg.svdvals(w) if w.isfinite().all() else torch.full((len(w),), math.nan, dtype=w.dtype)         # a run that diverged
+    return {"singular_values": {name: values(half_DD)[:TOP_VALUES].tolist() for name, half_DD in halves.items()},
             "frobenius": {**norms, "state_over_anchor": norms["state"] / norms["anchor"] if norms["anchor"] else math.inf},
             "projection_row_cosine": {"mean": cos_D.mean().item(), "std": cos_D.std(correction=0).item()}}
 
@@ -1735,7 +1744,7 @@ def draw_dial(axes, measured):
                 every.append(n[way][unit])
         free = -math.inf                                      # right of this there is room for the next number
         for p in points:
-            if "threshold" in p and p["mean_depth"] >= free:
+            if p.get("threshold") is not None and p["mean_depth"] >= free:          # a lot has none
                 axes.annotate(f"{p['threshold']:g}", (p["mean_depth"], p[unit]), textcoords="offset points", xytext=(0, -15), ha="center",
                               fontsize=8, color=color)
                 free = p["mean_depth"] + n_steps(n) / 25

@@ -2,11 +2,13 @@
 
     python -m pytest -q tests/test_eval_depth.py
 """
+import io
 import json
 import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -278,6 +280,15 @@ def test_of_a_loss_that_does_not_fall_nothing_is_a_share():
 
 
 @torch.no_grad()
+def test_a_run_with_one_depth_has_a_picture_though_no_kl_has_a_place_on_it():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    run, points = SimpleNamespace(model=SimpleNamespace(cfg=tiny(n_recur=2, sharing="sequence"))), [{"depth": 2, "flops_per_token": 1e6, "kl": 0.0}]
+    for axes, kl, scale in zip(figure.subplots(1, 3), (0.0, math.nan, 0.5), ("linear", "linear", "log")):
+        evaluation.draw_kl(axes, [(run, {"points": [points[0] | {"kl": kl}]})])
+        assert axes.get_yscale() == scale
+    figure.savefig(io.BytesIO(), format="png")
+
+
 def test_who_really_went_on_is_counted_without_logits(place, monkeypatch):
     monkeypatch.chdir(place)
     run = open_run("expert")

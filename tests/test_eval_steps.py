@@ -351,12 +351,13 @@ def test_a_line_explains_all_of_a_line_and_nothing_of_a_hump():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with out/gated, out/dense, out/expert and out/sequence, trained for some steps."""
+    """A folder with out/gated, out/dense, out/expert, out/token and out/sequence, trained for some steps."""
     folder, here = tmp_path_factory.mktemp("steps"), os.getcwd()
     make_data(folder)
     os.chdir(folder)
     for name, changes in {"dense": DENSE | dict(n_core=3), "sequence": SEQUENCE, "gated": dict(state_noise=0.5),
-                          "expert": dict(update="replace", router="expert", depth_sampling="fixed", max_iters=1)}.items():
+                          "expert": dict(update="replace", router="expert", depth_sampling="fixed", max_iters=1),
+                          "token": dict(update="replace", router="token", depth_sampling="fixed", max_iters=1)}.items():
         make_config(folder, **{"max_iters": 8, "eval_tokens": 64, **changes})
         train.main(["toy.py", f"--out_dir=out/{name}"])
     os.chdir(here)
@@ -443,6 +444,16 @@ def test_routed_runs_and_those_with_one_depth_say_what_they_have_not(go):
     other = part["compare"][0]
     assert other["improvement"] is None and [step["gain"] for step in other["steps"]] == [None, None] and other["used"]["depth"] == [2]
     assert any("out/sequence: one depth only" in line for line in lines)
+
+
+def test_a_token_choice_run_has_a_loss_before_all_steps_and_after_them(go):
+    lines, part, _ = go(out_dir="out/token")
+    run = open_run("out/token")
+    ids_BT, targets_BT = run.split.batch(train.fixed_windows(run.split, 320))
+    loss = run.model(ids_BT, targets_BT).losses["ce"].item()
+    assert [step["gain"] for step in part["steps"]] == 4 * [None] and [step["nats_per_token"] for step in part["steps"][:3]] == 3 * [None]
+    assert part["steps"][3]["nats_per_token"]["value"] == pytest.approx(loss, abs=1e-5) and part["used"]["depth"] == [0, 4]
+    assert [line.split()[9:] for line in lines if line.split()[:2] == ["out/token", "4"]][0][-2:] == ["-", "-"]
 
 
 @pytest.mark.slow
