@@ -563,9 +563,9 @@ def report_depth(runs, s):
          [depth_row(run, *name_of(run.model.cfg, p), p) for run, n in measured for p in (*n["points"], *n["held"])])
     for run, n in measured:
         if "share_of_first_two" in n:
-            share = n["share_of_first_two"]
-            print(f"{run.name}: the first two of {run.model.cfg.n_recur} steps bring {share['value']:.1%} of the loss drop, 95% interval "
-                  f"{show_interval(share['interval'], '.1%')}")
+            share, R = n["share_of_first_two"], run.model.cfg.n_recur
+            print(f"{run.name}: the loss after {R} steps is no lower than before them" if math.isnan(share["value"]) else
+                  f"{run.name}: the first two of {R} steps bring {share['value']:.1%} of the loss drop, 95% interval {show_interval(share['interval'], '.1%')}")
         if "accuracy_kept" in n:
             kept = n["accuracy_kept"]
             print(f"{run.name}: after {kept['after']} of {kept['of']} {'core blocks' if is_plain(run.model.cfg) else 'steps'} {kept['value']:.1%} of the "

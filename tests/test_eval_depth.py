@@ -172,9 +172,11 @@ def test_the_record_of_depth_is_what_the_model_says(go, name):
     low, high = part["points"][0]["minus_full"]["interval"]
     assert low < part["points"][0]["minus_full"]["value"] < high
     nats, right = sums[..., 0].sum(1), sums[..., 3].sum(1)
-    assert part["share_of_first_two"]["value"] == pytest.approx((nats[0] - nats[2]) / (nats[0] - nats[4]), abs=1e-3)
+    falls = nats[0] > nats[4]                                             # so short a training may have made it rise
+    assert part["share_of_first_two"]["value"] == (pytest.approx((nats[0] - nats[2]) / (nats[0] - nats[4]), abs=1e-3) if falls else "NaN")
+    said = f"the first two of 4 steps bring {part['share_of_first_two']['value']:.1%}" if falls else "the loss after 4 steps is no lower than before them"
+    assert any(line.startswith(f"out/{name}: {said}") for line in lines)
     assert part["accuracy_kept"]["value"] == pytest.approx(right[2] / right[4], abs=1e-6) and (part["accuracy_kept"]["after"], part["accuracy_kept"]["of"]) == (2, 4)
-    assert any(line.startswith(f"out/{name}: the first two of 4 steps bring {part['share_of_first_two']['value']:.1%}") for line in lines)
     assert any(line.startswith(f"out/{name}: after 2 of 4 steps {part['accuracy_kept']['value']:.1%} of the accuracy") for line in lines)
 
 
@@ -305,7 +307,7 @@ def test_the_claims_are_printed_in_one_table_and_stand_in_the_record(go):
     rows = lines[title + 2 :]
     assert len(part["claims"]) == len(rows) == 6 and title > max(i for i, line in enumerate(lines) if line.startswith("out/gated"))
     for row, c in zip(rows, part["claims"]):
-        assert row.startswith(c["claim"]) and f"{c['value']:.4g}" in row and row.endswith(evaluation.VERDICTS[c["holds"]])
+        assert row.startswith(c["claim"]) and f"{float(c['value']):.4g}" in row and row.endswith(evaluation.VERDICTS[c["holds"]] if c["interval"] else "no interval")
     assert [c["source"] for c in go("token")[1]["claims"]] == ["MoR"]
 
 
