@@ -25,6 +25,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import sys
 import textwrap
 import zipfile
@@ -186,12 +187,17 @@ def features_of(model, ids_BT, depth, routing="causal"):
     return watch.features(*model.recursion(e_BTD, outer, depth, Silence(), cache, watch))
 
 
-def row_nats(model, x_BTD, targets_BT):
-    """Summed nats of each row and how many targets they are of (-100 is none), float64 on the CPU; few logits at a time."""
+def token_nats(model, x_BTD, targets_BT):
+    """Nats of each target, (B, T) in float64 on the CPU (0 at -100); few logits at a time."""
     n = max(1, LOGITS // model.cfg.vocab_size)                # tokens at a time
     pieces = zip(x_BTD.flatten(0, 1).split(n), targets_BT.flatten().split(n))
-    nats_N = torch.cat([F.cross_entropy(at_least_fp32(model.head(x_nD)), target_n, reduction="none") for x_nD, target_n in pieces])
-    return nats_N.view(targets_BT.shape).cpu().double().sum(1), (targets_BT != -100).cpu().double().sum(1)
+    return torch.cat([F.cross_entropy(at_least_fp32(model.head(x_nD)), target_n, reduction="none") for x_nD, target_n in pieces]
+                     ).view(targets_BT.shape).cpu().double()
+
+
+def row_nats(model, x_BTD, targets_BT):
+    """Summed nats of each row and how many targets they are of (-100 is none), float64 on the CPU."""
+    return token_nats(model, x_BTD, targets_BT).sum(1), (targets_BT != -100).cpu().double().sum(1)
 
 
 def loss_windows(run, full):
@@ -741,14 +747,6 @@ def readable(cfg):
     each token's last step in its own way, the first and the last; of one that has a single depth the last alone."""
     n_steps = cfg.n_core if is_plain(cfg) else cfg.n_recur
     return [n_steps] if not cfg.any_depth and not is_plain(cfg) else [0, n_steps] if cfg.router == "token" else list(range(n_steps + 1))
-
-
-def token_nats(model, x_BTD, targets_BT):
-    """Nats of each target, (B, T) in float64 on the CPU (0 at -100); few logits at a time."""
-    n = max(1, LOGITS // model.cfg.vocab_size)                # tokens at a time
-    pieces = zip(x_BTD.flatten(0, 1).split(n), targets_BT.flatten().split(n))
-    return torch.cat([F.cross_entropy(at_least_fp32(model.head(x_nD)), target_n, reduction="none") for x_nD, target_n in pieces]
-                     ).view(targets_BT.shape).cpu().double()
 
 
 def movements(p):
@@ -2067,17 +2065,18 @@ def colored(names, values, top, how):
 
 def numbered(names, views):
     digit = lambda values, i: " " if values[i] is None or not names[i] else str(min(9, round(values[i])))
-    for line in rows_of(names):
+    room = shutil.get_terminal_size().columns - 7 if sys.stdout.isatty() else COLUMNS          # a line that a terminal breaks stands over no digits
+    for line in rows_of(names, min(COLUMNS, max(1, room))):
         yield " " * 7 + "".join(names[i] for i in line)
         for label, values in views.items():
             yield f"{label:>5}  " + "".join(digit(values, i).ljust(len(names[i])) for i in line).rstrip()
 
 
-def rows_of(names):
+def rows_of(names, columns=COLUMNS):
     """Which tokens stand on each line: a line ends where the text's does, and before it is too long."""
     line, width = [], 0
     for i, name in enumerate(names):
-        if line and (width + len(name) > COLUMNS or names[i - 1].endswith("↵")):
+        if line and (width + len(name) > columns or names[i - 1].endswith("↵")):
             yield line
             line, width = [], 0
         line.append(i)
@@ -2498,14 +2497,14 @@ class Above:
 
 
 def run_parts(names, runs, s):
-    """{name: its record}, with a bar over the whole of it on a terminal."""
+    """Yield (name, its record), with a bar over the whole of it on a terminal."""
     with tqdm(names, desc="evaluation", unit="part", disable=None) as bar:
-        records, out = {}, sys.stdout if bar.disable else Above(sys.stdout)
+        out = sys.stdout if bar.disable else Above(sys.stdout)
         for name in bar:
             bar.set_postfix_str(name)
             with contextlib.redirect_stdout(out):
-                records[name] = PARTS[name].report(runs, s)
-        return records
+                record = PARTS[name].report(runs, s)
+            yield name, record
 
 
 def show(head, rows):
@@ -2522,6 +2521,11 @@ def identity(run):
 def data(run):
     """The validation split: its place, the fingerprint of its tokenizer, its tokens, bytes and checksum."""
     return {"dataset": run.dataset, "path": str(run.split.path), "fingerprint": run.meta["fingerprint"], **run.meta["val"]}
+
+
+def in_json(record):
+    """The record as JSON can hold it: that has no NaN, which becomes a word."""
+    return json.loads(json.dumps(record), parse_constant=str)
 
 
 def save(path, record):
@@ -2571,13 +2575,16 @@ def main(argv):
     for run in runs:
         cfg = run.model.cfg
         print(f"{run.name}: {cfg.layout} update={cfg.update}, step {run.state['step']}, data {run.split.path}; {device} {dtype}", file=sys.stderr)
-    parts = {name: {**made, **record} for name, record in run_parts(names, runs, s).items()}
+    record = {**identity(runs[0]), "parts": (parts := {})}
+    try:
+        for name, part in run_parts(names, runs, s):
+            parts[name] = {**made, **part}
+    finally:                                                  # Ctrl-C or an error in a later part costs none of those that are there
+        if parts:
+            save(runs[0].home / "eval.json", in_json(record))
     if claims := [claim for part in parts.values() for claim in part.get("claims", ())]:
         show_claims(runs[0], claims)
-    record = {**identity(runs[0]), "parts": parts}
-    record = json.loads(json.dumps(record), parse_constant=str)                 # JSON has no NaN: it becomes a word
-    print(json.dumps(record), flush=True)
-    save(runs[0].home / "eval.json", record)
+    print(json.dumps(in_json(record)), flush=True)
 
 
 if __name__ == "__main__":

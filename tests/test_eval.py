@@ -24,6 +24,7 @@ from toy import DENSE, SEQUENCE, flags, make_config, make_data, refusal
 import eval as evaluation      # the word means something else in Python
 import prepare
 import train
+from config import UserError
 from eval import batches, bootstrap, difference, exit_depths, features_at, interval, loss_windows, row_nats, why_unpaired
 from model import GPT, Recursion
 from train import Split
@@ -52,7 +53,7 @@ def go(place, tmp_path, monkeypatch, capsys):
     """go(*words, **flags) -> (stdout's lines without the last, the record in the last, stderr), in a copy of `place`; no picture."""
     shutil.copytree(place, tmp_path / "eval")
     monkeypatch.chdir(tmp_path / "eval")
-    for draw in ("draw", "draw_exit"):
+    for draw in ("draw", "draw_exit", "draw_steps", "draw_gate"):
         monkeypatch.setattr(evaluation, draw, lambda measured: None)
 
     def go(*words, **changes):
@@ -169,9 +170,9 @@ def test_a_model_that_has_learned_nothing_has_the_loss_of_guessing(go):
 
 @pytest.mark.slow
 def test_the_same_numbers_come_twice_and_at_any_batch_size(go):
-    first, one, eight = (go(**changes) for changes in ({}, dict(batch_size=1), dict(batch_size=8)))
+    first, one, eight = (go("loss", "depth", "exit", **changes) for changes in ({}, dict(batch_size=1), dict(batch_size=8)))
     one, eight = one[1]["parts"], eight[1]["parts"]
-    assert first[:2] == go()[:2]
+    assert first[:2] == go("loss", "depth", "exit")[:2]
     for name in ("nats_per_token", "bits_per_byte", "interval"):
         assert one["loss"][name] == pytest.approx(eight["loss"][name], abs=1e-6)
     for a, b in zip(one["depth"]["points"], eight["depth"]["points"]):
@@ -225,8 +226,7 @@ def test_the_checkpoint_of_a_compiled_model_is_measured_like_any_other(go):
 
 
 def test_half_precision_is_measured_as_such(go):
-    parts = go(dtype="bfloat16")[1]["parts"]
-    exact = go(dtype="float32")[1]["parts"]
+    parts, exact = (go("loss", "depth", dtype=dtype)[1]["parts"] for dtype in ("bfloat16", "float32"))
     assert parts["loss"]["dtype"] == "bfloat16" and parts["loss"]["nats_per_token"] != exact["loss"]["nats_per_token"]
     for a, b in zip(parts["depth"]["points"], exact["depth"]["points"]):
         assert a["nats_per_token"] == pytest.approx(b["nats_per_token"], rel=0.01)
@@ -536,6 +536,19 @@ def test_a_folder_that_cannot_be_written_costs_no_result(go, monkeypatch, capsys
     out, err = capsys.readouterr()
     assert {"loss", "depth", "exit"} <= set(json.loads(out.splitlines()[-1])["parts"])
     assert err.count("no picture: could not save") == 2 and err.count("note: could not save out/gated/eval.json") == 1
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, UserError])
+def test_parts_that_are_there_outlive_ctrl_c_and_a_mistake_in_a_later_one(go, monkeypatch, stop):
+    monkeypatch.setitem(evaluation.PARTS, "depth", evaluation.Part(lambda runs, s: (_ for _ in ()).throw(stop("stop"))))
+    with pytest.raises(stop):
+        evaluation.main(["loss", "depth", "--device=cpu"])
+    kept = json.loads(Path("out/gated/eval.json").read_text("utf-8"))
+    assert list(kept["parts"]) == ["loss"] and kept["parts"]["loss"]["tokens"] == 1784 and kept["step"] == 8 and kept["parts"]["loss"]["commit"]
+    Path("out/gated/eval.json").unlink()
+    with pytest.raises(stop):
+        evaluation.main(["depth", "--device=cpu"])
+    assert not Path("out/gated/eval.json").exists()                      # of nothing there is no record
 
 
 def test_a_kept_checkpoint_is_measured_by_its_own_name(go, capsys):
