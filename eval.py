@@ -828,20 +828,30 @@ class Cka:
             self.product_GXX[group] += (x_NX.T @ x_NX).cpu().numpy()
             self.n_windows += 1
 
-    def matrix(self, weight_G=None):
-        """CKA between every two of the kept states; weights: how often each group counts (None: once)."""
+    def of(self, pairs, weight_G=None):
+        """CKA of these pairs of the kept states, by their places; weights: how often each group counts (None: once)."""
         weight_G = np.ones(len(self.count_G)) if weight_G is None else weight_G
-        n, sum_X, product_XX = (np.tensordot(weight_G, x, 1) for x in (self.count_G, self.sum_GX, self.product_GXX))
+        n, sum_X, width = weight_G @ self.count_G, weight_G @ self.sum_GX, len(self.sum_GX[0]) // len(self.kept)
         if n < 2:
-            return np.full((len(self.kept), len(self.kept)), np.nan)
-        product_XX -= np.outer(sum_X / n, sum_X)              # of centred columns; in place, as it may be large
-        norm2 = np.square(product_XX, out=product_XX).reshape(len(self.kept), -1, len(self.kept), len(sum_X) // len(self.kept)).sum((1, 3))
+            return np.full(len(pairs), np.nan)
+        part = lambda i: slice(i * width, (i + 1) * width)
+
+        @functools.cache
+        def norm2(i, j):                                      # ||X_i^T X_j||_F^2 of centred columns
+            product_DD = np.einsum("g,gxy->xy", weight_G, self.product_GXX[:, part(i), part(j)]) - np.outer(sum_X[part(i)] / n, sum_X[part(j)])
+            return np.square(product_DD).sum()
+
         with np.errstate(invalid="ignore", divide="ignore"):
-            return norm2 / np.sqrt(np.outer(norm2.diagonal(), norm2.diagonal()))
+            return np.array([norm2(min(i, j), max(i, j)) / np.sqrt(norm2(i, i) * norm2(j, j)) for i, j in pairs])
+
+    def matrix(self):
+        """CKA between every two of the kept states."""
+        n = len(self.kept)
+        return self.of(list(np.ndindex(n, n))).reshape(n, n)
 
     def neighbours(self, weight_G=None):
         """Mean CKA between what a step gave and what the next one gave; h_0, which no step gave, is left out."""
-        return float(self.matrix(weight_G).diagonal(1)[1:].mean())
+        return float(self.of([(i, i + 1) for i in range(1, len(self.kept) - 1)], weight_G).mean())
 
     def draws(self, seed=0):
         """neighbours of as many groups drawn with replacement, again and again; NaN where there is one group."""
@@ -929,7 +939,8 @@ def explained(x, y):
 def improvement(initial_N, final_N, window_N, n_windows):
     """What the loop is worth to easy and to hard tokens: the loss at depth 0 minus that at full depth, mean of each tenth of
     the tokens by their loss at depth 0; and R^2 of the line through (mean loss at depth 0, mean improvement) of the ten [GRT: .49
-    to 5.02 nats, R^2 .998]. Some of it is no merit: a token that depth 0 got wrong by chance is hard here and improves as chance does."""
+    to 5.02 nats, R^2 .998]. Some of it is no merit: a token that depth 0 got wrong by chance is hard here and improves as chance does.
+    (Who is in which tenth stays as it is when windows are drawn for the intervals.)"""
     gains, firsts = (in_tenths(initial_N, value_N, window_N, n_windows) for value_N in (initial_N - final_N, initial_N))
     x, y = (np.array([ratio(pair) for pair in pairs]) for pairs in (firsts, gains))
     better = np.stack([np.bincount(window_N, final_N < initial_N, n_windows), np.bincount(window_N, minlength=n_windows)])

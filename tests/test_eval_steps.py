@@ -246,7 +246,7 @@ def test_the_interval_of_a_cka_draws_groups_of_windows():
     weight_G = np.ones(20)
     weight_G[3:5] = 2, 0                                                  # window b is in group b % 20
     rows = [b for b in range(60) for _ in range(int(weight_G[b % 20]))]
-    assert cka.matrix(weight_G)[1, 2] == pytest.approx(slow_cka(*(states[i][rows].flatten(0, 1).double().numpy() for i in (1, 2))), abs=1e-6)
+    assert cka.of([(1, 2)], weight_G)[0] == pytest.approx(slow_cka(*(states[i][rows].flatten(0, 1).double().numpy() for i in (1, 2))), abs=1e-6)
 
 
 # ---- heads
