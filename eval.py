@@ -854,10 +854,12 @@ class Cka:
         return float(self.of([(i, i + 1) for i in range(1, len(self.kept) - 1)], weight_G).mean())
 
     def draws(self, seed=0):
-        """neighbours of as many groups drawn with replacement, again and again; NaN where there is one group."""
+        """neighbours of as many groups drawn with replacement, again and again; NaN where there is one group. Their mean is set
+        to the number itself: tokens that are there twice look more alike than as many others would, so the draws alone lie too high."""
         rng, n = np.random.default_rng(seed), len(self.count_G)
         draw = lambda: np.bincount(rng.integers(n, size=n), minlength=n).astype(float)
-        return np.array([self.neighbours(draw()) for _ in range(REDRAWN)]) if n > 1 else np.full(REDRAWN, np.nan)
+        draws = np.array([self.neighbours(draw()) for _ in range(REDRAWN)]) if n > 1 else np.full(REDRAWN, np.nan)
+        return draws - draws.mean() + self.neighbours()
 
 
 def head_sums(attention, x_BTD, cos, sin, low):

@@ -243,6 +243,10 @@ def test_the_interval_of_a_cka_draws_groups_of_windows():
     cka.add(states, torch.ones(60, 5).bool())
     draws = cka.draws()
     assert len(draws) == evaluation.REDRAWN and draws.min() < cka.neighbours() < draws.max() and (draws == cka.draws()).all() and (draws != cka.draws(1)).any()
+    few, noise = Cka(4, 12), torch.randn(4, 20, 3, 12, generator=torch.Generator().manual_seed(4))           # 60 tokens, and hardly anything in common
+    few.add(list(noise), torch.ones(20, 3).bool())
+    low, high = evaluation.interval(few.draws())
+    assert low < few.neighbours() < high and few.draws().mean() == pytest.approx(few.neighbours(), abs=1e-12)
     weight_G = np.ones(20)
     weight_G[3:5] = 2, 0                                                  # window b is in group b % 20
     rows = [b for b in range(60) for _ in range(int(weight_G[b % 20]))]
