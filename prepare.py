@@ -158,7 +158,8 @@ def byte_letters():
 
 def read_tokenizer(path):
     """The byte-level BPE of a tokenizer.json, Hugging Face's format, with the same ids for the same text. The letters of a special
-    token inside a text are ordinary text here. A character that the vocabulary has no bytes for is left out, there and here.
+    token inside a text are ordinary text here. A character that the vocabulary has no bytes for is left out, as there; but here
+    nothing is merged across its place, and of a character in the empty planes nothing is kept, where there the known bytes are.
     UserError: another kind of tokenizer, or no such file."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
@@ -167,7 +168,7 @@ def read_tokenizer(path):
         merges = [pair.split(" ") if type(pair) is str else pair for pair in about["model"].get("merges", [])]
         lacking = {byte for letter, byte in letters.items() if letter not in vocab} - NEVER_IN_UTF8
         pieces = pieces_of(about.get("pre_tokenizer"), [SELDOM[byte] for byte in sorted(lacking & set(SELDOM))])
-        problem = why_not_ours(about, vocab, merges, pieces, special, lacking - set(SELDOM))
+        problem = why_not_ours(about, vocab, merges, pieces, special, lacking - set(SELDOM), lacking & set(SELDOM))
         if problem:
             raise UserError(f"tokenizer {path} {problem}; only byte-level BPE as GPT-2's and SmolLM's is read here")
         ranks = {bytes(map(letters.__getitem__, word)): i for word, i in vocab.items()}
@@ -178,20 +179,24 @@ def read_tokenizer(path):
         return encoding
     except OSError as error:
         raise UserError(f"no tokenizer at {path} ({error.strerror}); put the tokenizer.json there that it was when the data or the run was made") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"tokenizer {path} is damaged ({one_line(error)}); get a good copy") from None
 
 
-def why_not_ours(about, vocab, merges, pieces, special, lacking):
+def why_not_ours(about, vocab, merges, pieces, special, lacking, seldom):
     """What in a tokenizer.json tiktoken would do otherwise, or None. tiktoken merges by the ids of what comes out, so merges have to
     be in the order of ids, and nothing may be in the vocabulary that no merge makes."""
-    letters, made = byte_letters(), [vocab.get(a + b, -1) for a, b in merges]
-    problems = {"is no BPE": about["model"].get("type", "BPE") != "BPE" or about["model"].get("byte_fallback"),
+    letters, made, ids, model = byte_letters(), [vocab.get(a + b, -1) for a, b in merges], [*vocab.values(), *special.values()], about["model"]
+    problems = {"is no BPE": model.get("type", "BPE") != "BPE" or model.get("byte_fallback"),
+                "marks the ends of words": model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"),
+                "leaves merges out at random (dropout)": model.get("dropout"),
+                "gives an id to two tokens": len(set(ids)) != len(ids),
                 "changes the text first (normalizer)": about.get("normalizer"),
                 "cuts the text in a way that is not known here (pre_tokenizer)": not pieces,
                 "has added tokens that are not special": not all(token.get("special") for token in about.get("added_tokens") or []),
                 "has no <|endoftext|>": "<|endoftext|>" not in special,
                 f"has no token for {len(lacking)} of the bytes": lacking,
+                "has a token for what it does not know (unk_token)": model.get("unk_token") and seldom,
                 "merges in another order than that of its ids": made != sorted(set(made)) or -1 in made,
                 "has tokens that nothing is merged to": len(vocab) != len(made) + sum(word in letters for word in vocab)}
     return next((problem for problem, holds in problems.items() if holds), None)
@@ -953,21 +958,28 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 def read_safetensors(path):
-    """{name: tensor}, read when they are used. The format: 8 bytes for the length of a JSON header, the header, raw numbers."""
+    """{name: tensor}, read when they are used; masks and tables of old files are left out. The format: 8 bytes for the length of a
+    JSON header, the header, raw numbers, in which the tensors lie side by side and leave nothing over."""
     import torch
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, 100 * PIECE)))
-        raw, tensors = np.memmap(path, np.uint8, "c", offset=8 + size), {}
-        for name, about in header.items():
-            if name != "__metadata__" and about["dtype"] not in FLOATS:
+        raw, tensors, end = np.memmap(path, np.uint8, "c", offset=8 + size), {}, 0
+        for name, about in sorted(((name, about) for name, about in header.items() if name != "__metadata__"), key=lambda item: item[1]["data_offsets"]):
+            (start, stop), shape = about["data_offsets"], about["shape"]
+            if start != end or stop < start or min(shape, default=0) < 0:
+                raise ValueError(f"{name} of shape {shape} is at {start} to {stop}, and {end} was next")
+            end = stop
+            if NO_WEIGHTS.fullmatch(name):
+                continue
+            if about["dtype"] not in FLOATS:
                 raise UserError(f"{path}: {name} has numbers of type {about['dtype']}; give weights of type {', '.join(FLOATS)}")
-            if name != "__metadata__":
-                part = torch.from_numpy(raw[slice(*about["data_offsets"])])
-                tensors[name] = part.view(getattr(torch, FLOATS[about["dtype"]])).reshape(about["shape"])
+            tensors[name] = torch.from_numpy(raw[start:stop]).view(getattr(torch, FLOATS[about["dtype"]])).reshape(shape)
+        if end != len(raw):
+            raise ValueError(f"its tensors are {end} bytes, and there are {len(raw)}")
         return tensors
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"{path} is damaged ({one_line(error)}); get a good copy") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); get a good copy") from None
@@ -993,8 +1005,11 @@ def tensors_of(folder):
     if not index.is_file():
         raise UserError(f"{folder} has no model.safetensors; have transformers write it: from_pretrained(...).save_pretrained(FOLDER)")
     tensors = {}
-    for name in sorted(set(read_json(index, lambda about: about["weight_map"].values()))):
-        tensors |= read_safetensors(folder / name)
+    for name in read_json(index, lambda about: sorted({name + "" for name in about["weight_map"].values()})):
+        part = read_safetensors(folder / name) if Path(name).name == name else {}
+        if not part or part.keys() & tensors:
+            raise UserError(f"{index}: {name!r} is no further part of these weights in this folder; get a good copy")
+        tensors |= part
     return tensors
 
 
@@ -1076,7 +1091,6 @@ def config_of(about, path):
 def read_release(folder, n_recur=None):
     """(config, state dict) of a folder of other people's weights: GPT-2, Llama and what is built as they are, GRT."""
     path, tensors = folder / "config.json", tensors_of(folder)
-    tensors = {name: W for name, W in tensors.items() if not NO_WEIGHTS.fullmatch(name)}
     about = read_json(path)
     if about.get("model_type") not in KEYS and any(re.search("fixed_head|prelude|recur", name) for name in tensors):
         return read_grt(folder, tensors, n_recur)
@@ -1147,7 +1161,7 @@ def from_hub(name):
 def tokenizer_of(folder, cfg):
     """(its name here, or None where it is the folder's own; tiktoken.Encoding) of a folder of weights."""
     path = folder / "tokenizer.json"
-    if not path.is_file() and (cfg.block != "gpt2" or cfg.vocab_size < 50257):
+    if not path.is_file() and (cfg.block != "gpt2" or cfg.vocab_size not in (50257, 50304)):                # GPT-2's, or padded to a multiple of 64
         raise UserError(f"{path} is missing, and GPT-2's tokenizer is not that of {cfg.vocab_size} ids in {cfg.block} blocks; put it there")
     encoding = read_tokenizer(path) if path.is_file() else get_tokenizer("gpt2")
     if encoding.n_vocab > cfg.vocab_size:
