@@ -2095,6 +2095,7 @@ BY_BYTES = [{"metric": name, "aggregation": "mean", "higher_is_better": True} fo
 N_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")        # what tasks call the length of an answer in text
 NEW_TOKENS = 256              # where a task does not say
 DRAWS = 1000                  # resamples for the standard error of a metric that is no mean
+OF_BENCHMARKS = ("tasks", "include_path", "limit", "num_fewshot", "depth", "threshold", "exit", "exit_threshold")         # settings that no other part reads
 OLDEST = "0.4.12"             # of lm-evaluation-harness: the first whose TaskManager loads tasks by itself
 
 
@@ -2550,8 +2551,8 @@ def parse(argv):
     check_ranges(s, RANGES)
     if "benchmarks" in s.words:
         task_names(s.tasks)                                   # before other parts take their time
-    elif s.tasks:
-        raise UserError(f"--tasks={','.join(s.tasks)} is for the part benchmarks, which runs by name alone: python eval.py benchmarks --tasks=...")
+    elif given := [name for name in OF_BENCHMARKS if s.origins[name] != "default"]:
+        raise UserError(f"--{given[0]}={s.values[given[0]]} is for the part benchmarks, which runs by name alone: python eval.py benchmarks --tasks=...")
     for threshold in s.exit_thresholds:
         if not 0 <= threshold < math.inf:
             raise UserError(f"{s.origins['exit_thresholds']}: exit_thresholds={s.exit_thresholds}: {threshold} is out of range; give numbers from 0 up")

@@ -88,9 +88,9 @@ def get_tokenizer(name):
         # Nothing is merged, so the pattern decides only the speed: short pieces stay in the processor's cache.
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", special_tokens={"<|endoftext|>": 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
+    if file := tokenizer_file(name):
+        return read_tokenizer(file)
     if name not in tiktoken.list_encoding_names():
-        if name.endswith(".json") or Path(name, "tokenizer.json").is_file():
-            return read_tokenizer(Path(name) if name.endswith(".json") else Path(name, "tokenizer.json"))
         raise UserError(f"unknown tokenizer '{name}'; choose bytes, {', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json")
     folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache"))
     cached = os.listdir(folder) if folder.is_dir() else []
@@ -98,6 +98,13 @@ def get_tokenizer(name):
         return start(lambda: tiktoken.get_encoding(name)).result(timeout=PATIENCE)
     except Exception as error:
         raise UserError(f"tokenizer '{name}': {why_not_loaded(error, folder, cached)}, or prepare the data with --tokenizer=bytes") from None
+
+
+def tokenizer_file(name):
+    """The file that is meant where a tokenizer is no name of one, or None."""
+    if name == "bytes" or name in tiktoken.list_encoding_names():
+        return None
+    return Path(name) if name.endswith(".json") else Path(name, "tokenizer.json") if Path(name, "tokenizer.json").is_file() else None
 
 
 def run_tokenizer(folder, name):
@@ -1231,8 +1238,8 @@ def export_run(path, folder):
     with train.fitting(path):
         tensors, end = theirs_of(state, cfg), encoding.eot_token
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "model_max_length": cfg.block_size}
-    own = next(filter(Path.is_file, (path.parent / "tokenizer.json", Path(name), Path(name, "tokenizer.json"))), Path(name))
-    pages = {"config.json": their_config(cfg, end), "tokenizer_config.json": words, "tokenizer.json": read_json(own) if own.is_file() else tokenizer_json(encoding)}
+    own = path.parent / "tokenizer.json" if (path.parent / "tokenizer.json").is_file() else tokenizer_file(name)
+    pages = {"config.json": their_config(cfg, end), "tokenizer_config.json": words, "tokenizer.json": read_json(own) if own else tokenizer_json(encoding)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -1419,6 +1426,8 @@ def read_run(path):
 def read_others(folder, s, home):
     """home: the folder of the run to be. A shorter context may be asked for."""
     cfg, state = read_release(folder, s.n_recur if s.origins["n_recur"] != "default" else None)
+    if s.block_size < 1:
+        raise UserError(f"{s.origins['block_size']}: block_size={s.block_size} is too small; choose 1 to {cfg.block_size}")
     if s.origins["block_size"] != "default" and s.block_size < cfg.block_size:
         cfg, cut = replace(cfg, block_size=s.block_size), slice(s.block_size)
         state |= {name: W[cut].clone() for name, W in state.items() if name == "positions.table.weight"}
@@ -1463,6 +1472,8 @@ def weights(argv):
     donor = read_run(source) if not source.is_dir() else read_others(source, s, folder)
     there = donor.cfg
     as_it_is = donor.step is None and not s.files and all(s.origins[name] == "default" or s.values[name] == getattr(there, name) for name in LAYOUT)
+    if as_it_is and s.origins["shared"] != "default":
+        raise UserError(f"--shared={shared} says whose weights a loop has, and {donor.path} is taken as it is; give a layout too, or leave it out")
     for name, value in {**{name: getattr(there, name) for name in (GPTConfig.__dataclass_fields__ if as_it_is else SAME)}, **donor.data}.items():
         if s.origins[name] == "default":
             s.values[name], s.origins[name] = value, ascii(str(donor.path))
@@ -1506,7 +1517,7 @@ def what_next(folder, s, donor, has_data):
     if has_data:
         return f"next: {train}"
     name = run if donor.tokenizer else donor.kin["tokenizer"]
-    return f"next: python sample.py --out_dir={run} --start='Once upon a time'\n   or: python prepare.py stdlib --tokenizer={name} --name=mine && {train} --dataset=mine"
+    return f"next: python sample.py --out_dir={run} --start='Once upon a time'\n   or: python eval.py benchmarks --out_dir={run} --tasks=mor\n   or: python prepare.py stdlib --tokenizer={name} --name=mine && {train} --dataset=mine"
 
 
 def save_start(folder, s, state, tokenizer=None):

@@ -426,6 +426,8 @@ def test_the_harness_runs_by_name_alone():
     run = SimpleNamespace(name="x", model=run_of("gated").model, dataset="toy", meta={})
     assert "benchmarks" not in evaluation.parts_for([], run) and evaluation.parts_for(["benchmarks"], run) == ["benchmarks"]
     assert "--tasks=" in refusal(evaluation.parse, ["benchmarks"]) and "by name alone" in refusal(evaluation.parse, ["--tasks=mor"])
+    for name, value in dict(depth=1, threshold=0.5, exit="kl", exit_threshold=0.1, limit=3, num_fewshot=1, include_path=".").items():
+        assert f"--{name}={value} is for the part benchmarks" in refusal(evaluation.parse, ["loss", f"--{name}={value}"])
     assert "not known here" in refusal(evaluation.parse, ["benchmarks", "--tasks=grt"])
     assert "limit=0" in refusal(evaluation.parse, ["benchmarks", "--tasks=mor", "--limit=0"])
 

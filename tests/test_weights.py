@@ -510,6 +510,9 @@ def test_export_writes_a_folder_that_transformers_loads_and_that_comes_back_the_
     assert "out/dense/ckpt.pt as there: GPT2LMHeadModel, " in capsys.readouterr().out
     state, net, words = checkpoint("out/dense"), transformers.AutoModelForCausalLM.from_pretrained("there"), transformers.AutoTokenizer.from_pretrained("there")
     model, tokenizer, _ = sample.load_run("out/dense", "cpu")
+    Path("bytes").mkdir(), learned("gpt2").save("bytes/tokenizer.json")              # is none of this run's
+    prepare.main(["weights", "out/dense", "--export=once more"])
+    assert Path("once more/tokenizer.json").read_bytes() == Path("there/tokenizer.json").read_bytes()
     ids = tokenizer.encode_ordinary("def yield(é)")
     assert words.encode("def yield(é)") == ids and words.eos_token_id == tokenizer.eot_token and words.decode(ids) == "def yield(é)"
     with torch.no_grad():
@@ -533,6 +536,8 @@ def test_what_cannot_be_imported_or_exported_is_one_line(here, monkeypatch):
     assert "corpus holds neither ckpt.pt, as a run does, nor config.json and model.safetensors" in export("corpus")
     train.main([make_config(here, **DENSE), "--out_dir=out/dense", "--max_iters=2"])
     assert "theirs is there already and not empty; choose another --export=" in export("out/dense", "--export=theirs")
+    assert "block_size=0 is too small; choose 1 to 48" in refusal(weights, "theirs", block_size=0)
+    assert "--shared=lower says whose weights a loop has, and theirs is taken as it is" in refusal(weights, "theirs", shared="lower")
     weights("theirs")
     assert "out/theirs holds a run already" in refusal(weights, "theirs")
     (folder / "tokenizer.json").unlink()
