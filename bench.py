@@ -154,6 +154,9 @@ def clock(device):
     return time.process_time()
 
 
+PIECE = 1.0                   # seconds that a queue is served at a time, while others take turns
+
+
 def machine(device):
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
@@ -805,13 +808,14 @@ def balanced(cfg):
 
 
 def serve_queue(engine, lengths, warm, device, eot=None):
-    """All of a queue, tick by tick: yields how much of it is done. Returns marks (seconds in ticks, tokens written, counts): at the start, once
-    `warm` tokens are written, when the queue is empty, at the end; the second is None where the queue is empty before. eot: of a trained
-    model, whose tokens are drawn: greedy, all would write one text, which soon goes round in circles, and exits would be those of that text."""
+    """All of a queue: yields how much of it is done about once a second (turns of one tick would find the weights of others in the caches).
+    Returns marks (seconds in ticks, tokens written, counts): at the start, once `warm` tokens are written, when the queue is empty, at the
+    end; the second is None where the queue is empty before. eot: of a trained model, whose tokens are drawn: greedy, all would write one
+    text, which soon goes round in circles, and exits would be those of that text."""
     engine.number = 0                                         # imposed steps follow it: the same in each repeat
     for i, length in enumerate(lengths):
         engine.submit(first_token(i, engine.model.cfg) if eot is None else [eot], length, temperature=0.0 if eot is None else 1.0, seed=i)
-    tokens, seconds = 0, 0.0
+    tokens, seconds, turn = 0, 0.0, PIECE
     mark = lambda: (seconds, tokens, Counter(engine.counts))                     # noqa: E731
     marks = [mark(), None, None]
     while engine.busy:
@@ -826,7 +830,9 @@ def serve_queue(engine, lengths, warm, device, eot=None):
             marks[1] = mark()
         if marks[2] is None and not engine.waiting:
             marks[2] = mark()
-        yield tokens / sum(lengths)
+        if seconds >= turn:
+            turn = seconds + PIECE
+            yield tokens / sum(lengths)
     return [*marks, mark()]
 
 
