@@ -12,7 +12,8 @@
 Parts: see PARTS at the end; none named = all that the run has something for (a routed run's tokens leave early by request
 only). loss reads at most half a megabyte of validation text, or with --full=true all of it. Tables, the papers' claims with
 this run's numbers, and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json,
-with every setting; the parts of earlier calls stay there while the checkpoint is the same.
+with every setting; the parts of earlier calls stay there while the checkpoint is the same. Benchmarks alone need no data of
+the run; each task that is done is at once a line of OUT_DIR/benchmarks.jsonl too, which is only ever added to.
 """
 import contextlib
 import functools

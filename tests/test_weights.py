@@ -34,9 +34,11 @@ TEXT = (ROOT / "train.py").read_text("utf-8") + "Ünï çødé 1 22 333 \u00b2\u
 # ------------------------------------------------------------------------------------------------------------- tokenizers
 
 LEVEL = lambda regex: tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)  # noqa: E731
+THREES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"        # Llama 3's
 CUTS = {"gpt2": lambda: LEVEL(True),
         "digits": lambda: tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Digits(individual_digits=True), LEVEL(True)]),
         "split": lambda: tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\p{L}+|\s+|[^\s\p{L}]{1,3}"), "isolated"), LEVEL(False)])}
+CUTS["threes"] = lambda: tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Split(tokenizers.Regex(THREES), "isolated"), LEVEL(False)])
 SPECIAL = ["<|endoftext|>", "<|im_start|>"]
 
 
@@ -55,13 +57,21 @@ def odd_texts(n, seed=0):
     return ["".join(rng.choices([" ", "  ", "\n", "\t", "'s", "'ll", "'", "a", "ab", "é", "中", "🦊", "1", "23", "²", "Ⅷ", "-", "_", "\u00a0", "\r\n"], k=12)) for _ in range(n)]
 
 
+def strange_texts(n, seed=0):
+    """Short texts of all planes of Unicode, with every kind of space and control character among them."""
+    rng, spaces = random.Random(seed), [chr(i) for i in range(0x3001) if chr(i).isspace()]
+    draws = (lambda: rng.choice(spaces), lambda: chr(rng.randrange(1, 256)), lambda: chr(rng.randrange(0x3000)), lambda: rng.choice("abcS'12\u00b2\u2167\u0663\u0301\u200d"),
+             lambda: chr(rng.choice([rng.randrange(0x3000, 0xD800), rng.randrange(0xE000, 0x30000)])))
+    return ["".join(rng.choice(draws)() for _ in range(rng.randint(1, 25))) for _ in range(n)]
+
+
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_tokenizer_file_gives_the_ids_that_its_own_library_gives(tmp_path, cut):
     theirs = learned(cut)
     theirs.save(str(tmp_path / "tokenizer.json"))
     mine = prepare.get_tokenizer(str(tmp_path))
     assert mine.n_vocab == 600 and mine.eot_token == 0 and theirs.get_vocab()["<|im_start|>"] == 1
-    for text in [TEXT, *odd_texts(500)]:
+    for text in [TEXT, *odd_texts(500), *strange_texts(1500)]:
         ids = mine.encode_ordinary(text)
         assert ids == theirs.encode(text).ids and mine.decode(ids) == text
     assert prepare.fingerprint(prepare.get_tokenizer(str(tmp_path / "tokenizer.json"))) == prepare.fingerprint(mine)
