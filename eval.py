@@ -12,7 +12,8 @@
 Parts: see PARTS at the end; none named = all that the run has something for (a routed run's tokens leave early by request
 only). loss reads at most half a megabyte of validation text, or with --full=true all of it. Tables, the papers' claims with
 this run's numbers, and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json,
-with every setting; the parts of earlier calls stay there while the checkpoint is the same.
+with every setting; the parts of earlier calls stay there while the checkpoint is the same. Benchmarks alone need no data of
+the run; each task that is done is at once a line of OUT_DIR/benchmarks.jsonl too, which is only ever added to.
 """
 import contextlib
 import functools
@@ -89,9 +90,9 @@ class Run(NamedTuple):
     model: GPT                    # in evaluation mode: no dropout, no noise
     tokenizer: object
     state: dict                   # the checkpoint without its tensors
-    dataset: str
+    dataset: str | None           # None, and no split: benchmarks alone read no data of the run
     meta: dict                    # the data set's meta.json
-    split: Split
+    split: Split | None
     batch_size: int
     device: torch.device
     autocast: object
@@ -124,6 +125,9 @@ def open_run(folder, state, s, device, autocast):
     own, (model, tokenizer, about) = state["settings"], load_run(folder, device)
     if about["step"] != state["step"]:                        # a run that is still trained
         raise UserError(f"{checkpoint_of(folder)} was saved anew while it was read; run the command again")
+    batch_size = s.batch_size or own["batch_size"]
+    if reads_no_data(s):
+        return Run(folder, model, tokenizer, state, None, {}, None, batch_size, device, autocast)
     dataset, data_dir = s.dataset or own["dataset"], s.data_dir or own["data_dir"]
     try:
         meta = prepare.load_meta(data_dir, dataset)
@@ -137,7 +141,12 @@ def open_run(folder, state, s, device, autocast):
                         f"block_size={model.cfg.block_size}; use a larger --dataset=")
     split = open_split(data_dir, dataset, "val", meta, model.cfg.block_size)
     split.check_ids(model.cfg.vocab_size)
-    return Run(folder, model, tokenizer, state, dataset, meta, split, s.batch_size or own["batch_size"], device, autocast)
+    return Run(folder, model, tokenizer, state, dataset, meta, split, batch_size, device, autocast)
+
+
+def reads_no_data(s):
+    """Nothing but benchmarks, whose texts are the harness's own: imported weights have no data here. With --dataset= it is looked at all the same."""
+    return set(s.words) == {"benchmarks"} and not s.dataset and not s.data_dir
 
 
 # ----------------------------------------------------------------------------------------------- nats, window by window
@@ -2134,6 +2143,8 @@ BY_BYTES = [{"metric": name, "aggregation": "mean", "higher_is_better": True} fo
 N_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")        # what tasks call the length of an answer in text
 NEW_TOKENS = 256              # where a task does not say
 DRAWS = 1000                  # resamples for the standard error of a metric that is no mean
+OF_BENCHMARKS = ("tasks", "include_path", "limit", "num_fewshot", "depth", "threshold", "exit", "exit_threshold")         # settings that no other part reads
+OLDEST = "0.4.12"             # of lm-evaluation-harness: the first whose TaskManager loads tasks by itself
 
 
 def text_windows(context, continuation, block_size):
@@ -2210,8 +2221,8 @@ class Answers:
         for batch in tqdm(self.batches(sorted(rows, key=lambda row: -len(row[1]))), desc=f"{self.run.name}: scores", disable=None, leave=False):
             for (i, _, _), value, same in zip(batch, *self.read([row[1:] for row in batch])):
                 nats[i], greedy[i] = nats[i] + value, greedy[i] and same
-        if not all(map(math.isfinite, nats)):
-            raise UserError(f"{self.run.name}: {NOT_FINITE}")
+                if not math.isfinite(nats[i]):
+                    raise UserError(f"{self.run.name}: {NOT_FINITE}")
         return list(zip(nats, greedy))
 
     @torch.inference_mode()
@@ -2264,7 +2275,9 @@ def harness():
     try:
         import lm_eval.tasks
     except ImportError as error:
-        raise UserError(f"the part benchmarks runs tasks of lm-evaluation-harness, which is not here ({error}); pip install lm-eval") from None
+        raise UserError(f"the part benchmarks runs tasks of lm-evaluation-harness, which is not here ({error}); pip install 'lm-eval>={OLDEST}'") from None
+    if not hasattr(lm_eval.tasks.TaskManager, "load"):
+        raise UserError(f"lm-evaluation-harness {lm_eval.__version__} finds its tasks in another way than is known here; pip install 'lm-eval>={OLDEST}'")
     for library in ("lm_eval", "datasets", "huggingface_hub"):
         logging.getLogger(library).setLevel(logging.ERROR)    # once they are loaded, which sets it too
     return lm_eval
@@ -2305,18 +2318,15 @@ def task_manager(names, include_path):
     return manager
 
 
-def load_tasks(names, manager):
-    """Tasks and groups of the harness by name, with their data, which it downloads once."""
-    loaded = []
-    for name, metric in names.items():
-        try:
-            spec = name if metric != "acc_bytes" else {"group": f"{name} by bytes", "task": [{"task": name, "metric_list": BY_BYTES}]}
-            found = manager.load([spec])
-        except Exception as error:
-            raise UserError(f"task {name!r} cannot be loaded: {prepare.one_line(error)}; if it is its data that are missing, which come from the Hugging Face "
-                            f"Hub unless its .yaml says otherwise: connect and run this again") from None
-        loaded += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
-    return manager.load(loaded)
+def load_task(name, metric, manager):
+    """A task or group of the harness (or several tasks under one name), with its data, which it downloads once."""
+    try:
+        spec = name if metric != "acc_bytes" else {"group": f"{name} by bytes", "task": [{"task": name, "metric_list": BY_BYTES}]}
+        found = manager.load([spec])
+    except Exception as error:
+        raise UserError(f"task {name!r} cannot be loaded: {prepare.one_line(error)}; if it is its data that are missing, which come from the Hugging Face "
+                        f"Hub unless its .yaml says otherwise: connect and run this again") from None
+    return manager.load([found["groups"][name]] if name in found["groups"] else list(found["tasks"].values()))
 
 
 def set_shots(tasks, num_fewshot):
@@ -2348,42 +2358,70 @@ def outermost(results):
     return [name for name in results["results"] if name not in inside and (name in results.get("groups", ()) or name not in children)]
 
 
-def measure_benchmarks(run, s, names):
-    """The record of one run."""
-    try:
-        lm = harness_model(run, s.depth, s.threshold, s.exit, s.exit_threshold)
-    except ValueError as error:
-        raise UserError(f"{run.name}: {error}") from None
+def measure_task(lm, found, s):
+    """{shown, tasks} of what one name loads."""
     from lm_eval.evaluator import evaluate as evaluate_tasks
-    manager = task_manager(names, s.include_path)
-    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())       # the harness draws bars in pipes too
-    with quiet, contextlib.redirect_stdout(sys.stderr):
-        found = load_tasks(names, manager)
-        set_shots(found["tasks"].values(), s.num_fewshot)
-        results = evaluate_tasks(lm, found, limit=s.limit, bootstrap_iters=DRAWS, log_samples=False)
+    set_shots(found["tasks"].values(), s.num_fewshot)
+    results = evaluate_tasks(lm, found, limit=s.limit, bootstrap_iters=DRAWS, log_samples=False)
     shots = {name: {results["n-shot"][task.task_name] for task in group.get_all_tasks()} for name, group in found["groups"].items()}
     shots |= {name: {results["n-shot"][name]} for name in found["tasks"]}
     tasks = {name: {"version": results["versions"].get(name), "shots": shots[name].pop() if len(shots[name]) == 1 else None, "n": row.get("sample_len"),
                     "metrics": metrics_of(row)} for name, row in results["results"].items()}
+    return {"shown": outermost(results), "tasks": tasks}
+
+
+def measure_benchmarks(run, s, names):
+    """The record of one run. Tasks can take hours: each that is done is at once a line of benchmarks.jsonl, and one that fails spoils no other."""
+    try:
+        lm = harness_model(run, s.depth, s.threshold, s.exit, s.exit_threshold)
+    except ValueError as error:
+        raise UserError(f"{run.name}: {error}") from None
     how = used(run.model.cfg, **{name: value for name, value in lm.how.items() if value is not None})
-    return {"harness": harness().__version__, "used": how, "limit": s.limit, "num_fewshot": s.num_fewshot, "block_size": lm.block_size,
-            "contexts": lm.asked, "cut_contexts": lm.cut, "shown": outermost(results), "tasks": tasks, "sets": set_means(names, tasks)}
+    record = {"harness": harness().__version__, "used": how, "limit": s.limit, "num_fewshot": s.num_fewshot, "block_size": lm.block_size}
+    manager, shown, tasks, failed = task_manager(names, s.include_path), [], {}, {}
+    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())       # the harness draws bars in pipes too
+    with quiet, contextlib.redirect_stdout(sys.stderr):
+        for name, found in {name: load_task(name, metric, manager) for name, metric in names.items()}.items():      # all are here before the first begins
+            try:
+                done = measure_task(lm, found, s)
+            except Exception as error:                        # of a task's own code, or of its documents
+                failed[name] = str(error) if isinstance(error, UserError) else prepare.one_line(error)
+                continue
+            shown, tasks = [*shown, *done["shown"]], {**tasks, **done["tasks"]}
+            keep_line(run.home / "benchmarks.jsonl", {**identity(run), **record, "dtype": s.dtype, "commit": commit(), **done})
+    return {**record, "contexts": lm.asked, "cut_contexts": lm.cut, "shown": list(dict.fromkeys(shown)), "tasks": tasks, "failed": failed,
+            "sets": set_means(names, tasks)}
+
+
+def keep_line(path, record):
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(json.loads(json.dumps(record), parse_constant=str)) + "\n")
+    except OSError as error:                                  # the numbers are printed in the end
+        print(f"note: {path}: {error.strerror}", file=sys.stderr)
 
 
 def set_means(names, tasks):
     """Columns and mean of each set of which all tasks have been run."""
     sets = {}
     for word, columns in TASK_SETS.items():
-        if all(names.get(task) == metric for parts in columns.values() for task, metric in parts.items()):
+        if all(names.get(task) == metric and task in tasks for parts in columns.values() for task, metric in parts.items()):
             means = {column: float(np.mean([tasks[task]["metrics"][metric]["value"] for task, metric in parts.items()])) for column, parts in columns.items()}
             sets[word] = {"columns": means, "mean": float(np.mean(list(means.values())))}
     return sets
+
+
+def failures(record):
+    """Of a part's record, its compared runs included: "task: why"."""
+    return [f"{n['folder'] + ': ' if 'folder' in n else ''}{name}: {why}" for n in (record, *record.get("compare", ())) for name, why in n.get("failed", {}).items()]
 
 
 def report_benchmarks(runs, s):
     """Tasks of lm-evaluation-harness."""
     names = task_names(s.tasks)
     measured = [(run, measure_benchmarks(run, s, names)) for run in runs]
+    if not any(n["tasks"] for _, n in measured):
+        raise UserError(f"no task could be run: {'; '.join(failures(measured[0][1]))}")
     first, number = measured[0][1], lambda value, form: "-" if value is None else f"{value:{form}}"
     how = ", ".join(f"{name}={value}" for name, value in first["used"].items() if value is not None)
     print(f"benchmarks: lm-evaluation-harness {first['harness']}, {how}" + (f"; at most {s.limit} documents of a task: a try, not the benchmark" if s.limit else ""))
@@ -2393,7 +2431,7 @@ def report_benchmarks(runs, s):
     for word in first["sets"]:
         print(f"{word}: of each task the metric that its paper takes, in %")
         show(("run", *TASK_SETS[word], "mean"), [(run.name, *(f"{100 * value:.1f}" for value in [*n["sets"][word]["columns"].values(), n["sets"][word]["mean"]]))
-                                                 for run, n in measured])
+                                                 for run, n in measured if word in n["sets"]])
     for run, n in measured:
         if n["cut_contexts"]:
             print(f"{run.name}: {n['cut_contexts']:,} of {n['contexts']:,} contexts are longer than block_size={n['block_size']} lets, and lost their beginning")
@@ -2532,8 +2570,8 @@ def identity(run):
 
 
 def data(run):
-    """The validation split: its place, the fingerprint of its tokenizer, its tokens, bytes and checksum."""
-    return {"dataset": run.dataset, "path": str(run.split.path), "fingerprint": run.meta["fingerprint"], **run.meta["val"]}
+    """The validation split: its place, the fingerprint of its tokenizer, its tokens, bytes and checksum; None: not read."""
+    return run.split and {"dataset": run.dataset, "path": str(run.split.path), "fingerprint": run.meta["fingerprint"], **run.meta["val"]}
 
 
 def in_json(record):
@@ -2566,8 +2604,8 @@ def parse(argv):
     check_ranges(s, RANGES)
     if "benchmarks" in s.words:
         task_names(s.tasks)                                   # before other parts take their time
-    elif s.tasks:
-        raise UserError(f"--tasks={','.join(s.tasks)} is for the part benchmarks, which runs by name alone: python eval.py benchmarks --tasks=...")
+    elif given := [name for name in OF_BENCHMARKS if s.origins[name] != "default"]:
+        raise UserError(f"--{given[0]}={s.values[given[0]]} is for the part benchmarks, which runs by name alone: python eval.py benchmarks --tasks=...")
     for threshold in s.exit_thresholds:
         if not 0 <= threshold < math.inf:
             raise UserError(f"{s.origins['exit_thresholds']}: exit_thresholds={s.exit_thresholds}: {threshold} is out of range; give numbers from 0 up")
@@ -2587,7 +2625,7 @@ def main(argv):
     names, made = parts_for(s.words, runs[0]), made_from(runs[0], s, device, dtype)
     for run in runs:
         cfg = run.model.cfg
-        print(f"{run.name}: {cfg.layout} update={cfg.update}, step {run.state['step']}, data {run.split.path}; {device} {dtype}", file=sys.stderr)
+        print(f"{run.name}: {cfg.layout} update={cfg.update}, step {run.state['step']}{f', data {run.split.path}' if run.split else ''}; {device} {dtype}", file=sys.stderr)
     record = {**identity(runs[0]), "parts": (parts := {})}
     try:
         for name, part in run_parts(names, runs, s):
@@ -2598,6 +2636,8 @@ def main(argv):
     if claims := [claim for part in parts.values() for claim in part.get("claims", ())]:
         show_claims(runs[0], claims)
     print(json.dumps(in_json(record)), flush=True)
+    if failed := [line for part in parts.values() for line in failures(part)]:
+        raise UserError(f"not all could be run: {'; '.join(failed)}; what could is kept")
 
 
 if __name__ == "__main__":

@@ -88,9 +88,9 @@ def get_tokenizer(name):
         # Nothing is merged, so the pattern decides only the speed: short pieces stay in the processor's cache.
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", special_tokens={"<|endoftext|>": 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
+    if file := tokenizer_file(name):
+        return read_tokenizer(file)
     if name not in tiktoken.list_encoding_names():
-        if name.endswith(".json") or Path(name, "tokenizer.json").is_file():
-            return read_tokenizer(Path(name) if name.endswith(".json") else Path(name, "tokenizer.json"))
         raise UserError(f"unknown tokenizer '{name}'; choose bytes, {', '.join(tiktoken.list_encoding_names())}, or a tokenizer.json")
     folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache"))
     cached = os.listdir(folder) if folder.is_dir() else []
@@ -98,6 +98,13 @@ def get_tokenizer(name):
         return start(lambda: tiktoken.get_encoding(name)).result(timeout=PATIENCE)
     except Exception as error:
         raise UserError(f"tokenizer '{name}': {why_not_loaded(error, folder, cached)}, or prepare the data with --tokenizer=bytes") from None
+
+
+def tokenizer_file(name):
+    """The file that is meant where a tokenizer is no name of one, or None."""
+    if name == "bytes" or name in tiktoken.list_encoding_names():
+        return None
+    return Path(name) if name.endswith(".json") else Path(name, "tokenizer.json") if Path(name, "tokenizer.json").is_file() else None
 
 
 def run_tokenizer(folder, name):
@@ -158,7 +165,8 @@ def byte_letters():
 
 def read_tokenizer(path):
     """The byte-level BPE of a tokenizer.json, Hugging Face's format, with the same ids for the same text. The letters of a special
-    token inside a text are ordinary text here. A character that the vocabulary has no bytes for is left out, there and here.
+    token inside a text are ordinary text here. A character that the vocabulary has no bytes for is left out, as there; but here
+    nothing is merged across its place, and of a character in the empty planes nothing is kept, where there the known bytes are.
     UserError: another kind of tokenizer, or no such file."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
@@ -167,7 +175,7 @@ def read_tokenizer(path):
         merges = [pair.split(" ") if type(pair) is str else pair for pair in about["model"].get("merges", [])]
         lacking = {byte for letter, byte in letters.items() if letter not in vocab} - NEVER_IN_UTF8
         pieces = pieces_of(about.get("pre_tokenizer"), [SELDOM[byte] for byte in sorted(lacking & set(SELDOM))])
-        problem = why_not_ours(about, vocab, merges, pieces, special, lacking - set(SELDOM))
+        problem = why_not_ours(about, vocab, merges, pieces, special, lacking - set(SELDOM), lacking & set(SELDOM))
         if problem:
             raise UserError(f"tokenizer {path} {problem}; only byte-level BPE as GPT-2's and SmolLM's is read here")
         ranks = {bytes(map(letters.__getitem__, word)): i for word, i in vocab.items()}
@@ -178,20 +186,24 @@ def read_tokenizer(path):
         return encoding
     except OSError as error:
         raise UserError(f"no tokenizer at {path} ({error.strerror}); put the tokenizer.json there that it was when the data or the run was made") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"tokenizer {path} is damaged ({one_line(error)}); get a good copy") from None
 
 
-def why_not_ours(about, vocab, merges, pieces, special, lacking):
+def why_not_ours(about, vocab, merges, pieces, special, lacking, seldom):
     """What in a tokenizer.json tiktoken would do otherwise, or None. tiktoken merges by the ids of what comes out, so merges have to
     be in the order of ids, and nothing may be in the vocabulary that no merge makes."""
-    letters, made = byte_letters(), [vocab.get(a + b, -1) for a, b in merges]
-    problems = {"is no BPE": about["model"].get("type", "BPE") != "BPE" or about["model"].get("byte_fallback"),
+    letters, made, ids, model = byte_letters(), [vocab.get(a + b, -1) for a, b in merges], [*vocab.values(), *special.values()], about["model"]
+    problems = {"is no BPE": model.get("type", "BPE") != "BPE" or model.get("byte_fallback"),
+                "marks the ends of words": model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"),
+                "leaves merges out at random (dropout)": model.get("dropout"),
+                "gives an id to two tokens": len(set(ids)) != len(ids),
                 "changes the text first (normalizer)": about.get("normalizer"),
                 "cuts the text in a way that is not known here (pre_tokenizer)": not pieces,
                 "has added tokens that are not special": not all(token.get("special") for token in about.get("added_tokens") or []),
                 "has no <|endoftext|>": "<|endoftext|>" not in special,
                 f"has no token for {len(lacking)} of the bytes": lacking,
+                "has a token for what it does not know (unk_token)": model.get("unk_token") and seldom,
                 "merges in another order than that of its ids": made != sorted(set(made)) or -1 in made,
                 "has tokens that nothing is merged to": len(vocab) != len(made) + sum(word in letters for word in vocab)}
     return next((problem for problem, holds in problems.items() if holds), None)
@@ -953,21 +965,28 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 def read_safetensors(path):
-    """{name: tensor}, read when they are used. The format: 8 bytes for the length of a JSON header, the header, raw numbers."""
+    """{name: tensor}, read when they are used; masks and tables of old files are left out. The format: 8 bytes for the length of a
+    JSON header, the header, raw numbers, in which the tensors lie side by side and leave nothing over."""
     import torch
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, 100 * PIECE)))
-        raw, tensors = np.memmap(path, np.uint8, "c", offset=8 + size), {}
-        for name, about in header.items():
-            if name != "__metadata__" and about["dtype"] not in FLOATS:
+        raw, tensors, end = np.memmap(path, np.uint8, "c", offset=8 + size), {}, 0
+        for name, about in sorted(((name, about) for name, about in header.items() if name != "__metadata__"), key=lambda item: item[1]["data_offsets"]):
+            (start, stop), shape = about["data_offsets"], about["shape"]
+            if start != end or stop < start or min(shape, default=0) < 0:
+                raise ValueError(f"{name} of shape {shape} is at {start} to {stop}, and {end} was next")
+            end = stop
+            if NO_WEIGHTS.fullmatch(name):
+                continue
+            if about["dtype"] not in FLOATS:
                 raise UserError(f"{path}: {name} has numbers of type {about['dtype']}; give weights of type {', '.join(FLOATS)}")
-            if name != "__metadata__":
-                part = torch.from_numpy(raw[slice(*about["data_offsets"])])
-                tensors[name] = part.view(getattr(torch, FLOATS[about["dtype"]])).reshape(about["shape"])
+            tensors[name] = torch.from_numpy(raw[start:stop]).view(getattr(torch, FLOATS[about["dtype"]])).reshape(shape)
+        if end != len(raw):
+            raise ValueError(f"its tensors are {end} bytes, and there are {len(raw)}")
         return tensors
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"{path} is damaged ({one_line(error)}); get a good copy") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); get a good copy") from None
@@ -993,8 +1012,11 @@ def tensors_of(folder):
     if not index.is_file():
         raise UserError(f"{folder} has no model.safetensors; have transformers write it: from_pretrained(...).save_pretrained(FOLDER)")
     tensors = {}
-    for name in sorted(set(read_json(index, lambda about: about["weight_map"].values()))):
-        tensors |= read_safetensors(folder / name)
+    for name in read_json(index, lambda about: sorted({name + "" for name in about["weight_map"].values()})):
+        part = read_safetensors(folder / name) if Path(name).name == name else {}
+        if not part or part.keys() & tensors:
+            raise UserError(f"{index}: {name!r} is no further part of these weights in this folder; get a good copy")
+        tensors |= part
     return tensors
 
 
@@ -1076,7 +1098,6 @@ def config_of(about, path):
 def read_release(folder, n_recur=None):
     """(config, state dict) of a folder of other people's weights: GPT-2, Llama and what is built as they are, GRT."""
     path, tensors = folder / "config.json", tensors_of(folder)
-    tensors = {name: W for name, W in tensors.items() if not NO_WEIGHTS.fullmatch(name)}
     about = read_json(path)
     if about.get("model_type") not in KEYS and any(re.search("fixed_head|prelude|recur", name) for name in tensors):
         return read_grt(folder, tensors, n_recur)
@@ -1147,7 +1168,7 @@ def from_hub(name):
 def tokenizer_of(folder, cfg):
     """(its name here, or None where it is the folder's own; tiktoken.Encoding) of a folder of weights."""
     path = folder / "tokenizer.json"
-    if not path.is_file() and (cfg.block != "gpt2" or cfg.vocab_size < 50257):
+    if not path.is_file() and (cfg.block != "gpt2" or cfg.vocab_size not in (50257, 50304)):                # GPT-2's, or padded to a multiple of 64
         raise UserError(f"{path} is missing, and GPT-2's tokenizer is not that of {cfg.vocab_size} ids in {cfg.block} blocks; put it there")
     encoding = read_tokenizer(path) if path.is_file() else get_tokenizer("gpt2")
     if encoding.n_vocab > cfg.vocab_size:
@@ -1217,8 +1238,8 @@ def export_run(path, folder):
     with train.fitting(path):
         tensors, end = theirs_of(state, cfg), encoding.eot_token
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "model_max_length": cfg.block_size}
-    own = next(filter(Path.is_file, (path.parent / "tokenizer.json", Path(name), Path(name, "tokenizer.json"))), Path(name))
-    pages = {"config.json": their_config(cfg, end), "tokenizer_config.json": words, "tokenizer.json": read_json(own) if own.is_file() else tokenizer_json(encoding)}
+    own = path.parent / "tokenizer.json" if (path.parent / "tokenizer.json").is_file() else tokenizer_file(name)
+    pages = {"config.json": their_config(cfg, end), "tokenizer_config.json": words, "tokenizer.json": read_json(own) if own else tokenizer_json(encoding)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -1405,6 +1426,8 @@ def read_run(path):
 def read_others(folder, s, home):
     """home: the folder of the run to be. A shorter context may be asked for."""
     cfg, state = read_release(folder, s.n_recur if s.origins["n_recur"] != "default" else None)
+    if s.block_size < 1:
+        raise UserError(f"{s.origins['block_size']}: block_size={s.block_size} is too small; choose 1 to {cfg.block_size}")
     if s.origins["block_size"] != "default" and s.block_size < cfg.block_size:
         cfg, cut = replace(cfg, block_size=s.block_size), slice(s.block_size)
         state |= {name: W[cut].clone() for name, W in state.items() if name == "positions.table.weight"}
@@ -1449,6 +1472,8 @@ def weights(argv):
     donor = read_run(source) if not source.is_dir() else read_others(source, s, folder)
     there = donor.cfg
     as_it_is = donor.step is None and not s.files and all(s.origins[name] == "default" or s.values[name] == getattr(there, name) for name in LAYOUT)
+    if as_it_is and s.origins["shared"] != "default":
+        raise UserError(f"--shared={shared} says whose weights a loop has, and {donor.path} is taken as it is; give a layout too, or leave it out")
     for name, value in {**{name: getattr(there, name) for name in (GPTConfig.__dataclass_fields__ if as_it_is else SAME)}, **donor.data}.items():
         if s.origins[name] == "default":
             s.values[name], s.origins[name] = value, ascii(str(donor.path))
@@ -1492,7 +1517,7 @@ def what_next(folder, s, donor, has_data):
     if has_data:
         return f"next: {train}"
     name = run if donor.tokenizer else donor.kin["tokenizer"]
-    return f"next: python sample.py --out_dir={run} --start='Once upon a time'\n   or: python prepare.py stdlib --tokenizer={name} --name=mine && {train} --dataset=mine"
+    return f"next: python sample.py --out_dir={run} --start='Once upon a time'\n   or: python eval.py benchmarks --out_dir={run} --tasks=mor\n   or: python prepare.py stdlib --tokenizer={name} --name=mine && {train} --dataset=mine"
 
 
 def save_start(folder, s, state, tokenizer=None):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -357,8 +358,44 @@ def test_a_task_without_its_data_is_one_line_from_the_harness(place, monkeypatch
     monkeypatch.chdir(place)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: (_ for _ in ()).throw(ConnectionError("no route\nto the Hub")))
     names = {"toy_choice": None}
-    error = refusal(evaluation.load_tasks, names, evaluation.task_manager(names, "tasks"))
+    error = refusal(evaluation.load_task, "toy_choice", None, evaluation.task_manager(names, "tasks"))
     assert "'toy_choice'" in error and "ConnectionError: no route to the Hub" in error and "connect" in error
+
+
+@needs_harness
+def test_a_run_whose_data_are_elsewhere_answers_the_harness(place, tmp_path, monkeypatch, capsys):
+    """As imported weights, which have none."""
+    monkeypatch.chdir(tmp_path)
+    there = flags(out_dir=place / "out/gated", tasks="toy_choice", include_path=place / "tasks", device="cpu")
+    assert "no data set 'toy'" in refusal(evaluation.main, ["loss", "benchmarks", *there]) and "no data set 'toy'" in refusal(evaluation.main, ["benchmarks", "--data_dir=data", *there])
+    evaluation.main(["benchmarks", *there])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])["parts"]["benchmarks"]
+    monkeypatch.chdir(place)
+    assert record["data"] is None and values(record, "toy_choice")["acc"] == choice_metrics(opened("out/gated"), CHOICES)[0]
+
+
+@needs_harness
+def test_a_task_that_fails_costs_the_harness_no_other(place, tmp_path, monkeypatch, capsys):
+    for name in ("toy_choice", "toy_answer", "toy_text"):
+        (tmp_path / f"{name}.yaml").write_text((place / f"tasks/{name}.yaml").read_text("utf-8").replace("{max", "{do_sample: true, max"), "utf-8")
+    shutil.copytree(place / "out/gated", tmp_path / "run", ignore=shutil.ignore_patterns("*.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    line = refusal(evaluation.main, ["benchmarks", *flags(out_dir="run", tasks="toy_choice,toy_answer,toy_text", include_path=".", device="cpu")])
+    assert "not all could be run: toy_answer: a task asks for sampled text" in line
+    record, kept = json.loads(Path("run/eval.json").read_text("utf-8"))["parts"]["benchmarks"], list(map(json.loads, open("run/benchmarks.jsonl", encoding="utf-8")))
+    assert record["shown"] == ["toy_choice", "toy_text"] == [name for each in kept for name in each["shown"]] and list(record["failed"]) == ["toy_answer"]
+    assert {**kept[0]["tasks"], **kept[1]["tasks"]} == record["tasks"] and kept[0]["checkpoint"] == kept[1]["checkpoint"] and "toy_choice" in capsys.readouterr().out
+    assert "no task could be run: toy_answer: " in refusal(evaluation.main, ["benchmarks", *flags(out_dir="run", tasks="toy_answer", include_path=".", device="cpu")])
+
+
+@needs_harness
+def test_tasks_that_are_done_are_kept_when_the_harness_is_stopped(place, tmp_path, monkeypatch):
+    shutil.copytree(place / "out/gated", tmp_path / "run", ignore=shutil.ignore_patterns("*.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Answers, "loglikelihood_rolling", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.main(["benchmarks", *flags(out_dir="run", tasks="toy_choice,toy_text", include_path=place / "tasks", device="cpu")])
+    assert [json.loads(line)["shown"] for line in open("run/benchmarks.jsonl", encoding="utf-8")] == [["toy_choice"]]
 
 
 @pytest.mark.slow
@@ -389,13 +426,18 @@ def test_the_harness_runs_by_name_alone():
     run = SimpleNamespace(name="x", model=run_of("gated").model, dataset="toy", meta={})
     assert "benchmarks" not in evaluation.parts_for([], run) and evaluation.parts_for(["benchmarks"], run) == ["benchmarks"]
     assert "--tasks=" in refusal(evaluation.parse, ["benchmarks"]) and "by name alone" in refusal(evaluation.parse, ["--tasks=mor"])
+    for name, value in dict(depth=1, threshold=0.5, exit="kl", exit_threshold=0.1, limit=3, num_fewshot=1, include_path=".").items():
+        assert f"--{name}={value} is for the part benchmarks" in refusal(evaluation.parse, ["loss", f"--{name}={value}"])
     assert "not known here" in refusal(evaluation.parse, ["benchmarks", "--tasks=grt"])
     assert "limit=0" in refusal(evaluation.parse, ["benchmarks", "--tasks=mor", "--limit=0"])
 
 
-def test_without_the_harness_one_line_says_what_to_install(monkeypatch):
+def test_without_the_harness_or_with_an_old_one_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert "pip install lm-eval" in refusal(evaluation.harness_model, run_of("dense"))
+    assert "which is not here" in refusal(evaluation.harness_model, run_of("dense")) and "pip install 'lm-eval>=" in refusal(evaluation.harness)
+    old = SimpleNamespace(__version__="0.4.2", tasks=SimpleNamespace(TaskManager=dict))
+    monkeypatch.setitem(sys.modules, "lm_eval", old), monkeypatch.setitem(sys.modules, "lm_eval.tasks", old.tasks)
+    assert "lm-evaluation-harness 0.4.2 finds its tasks in another way than is known here; pip install 'lm-eval>=" in refusal(evaluation.harness)
 
 
 @needs_harness

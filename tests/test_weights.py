@@ -34,9 +34,11 @@ TEXT = (ROOT / "train.py").read_text("utf-8") + "Ünï çødé 1 22 333 \u00b2\u
 # ------------------------------------------------------------------------------------------------------------- tokenizers
 
 LEVEL = lambda regex: tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)  # noqa: E731
+THREES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"        # Llama 3's
 CUTS = {"gpt2": lambda: LEVEL(True),
         "digits": lambda: tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Digits(individual_digits=True), LEVEL(True)]),
         "split": lambda: tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\p{L}+|\s+|[^\s\p{L}]{1,3}"), "isolated"), LEVEL(False)])}
+CUTS["threes"] = lambda: tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Split(tokenizers.Regex(THREES), "isolated"), LEVEL(False)])
 SPECIAL = ["<|endoftext|>", "<|im_start|>"]
 
 
@@ -55,13 +57,21 @@ def odd_texts(n, seed=0):
     return ["".join(rng.choices([" ", "  ", "\n", "\t", "'s", "'ll", "'", "a", "ab", "é", "中", "🦊", "1", "23", "²", "Ⅷ", "-", "_", "\u00a0", "\r\n"], k=12)) for _ in range(n)]
 
 
+def strange_texts(n, seed=0):
+    """Short texts of all planes of Unicode, with every kind of space and control character among them."""
+    rng, spaces = random.Random(seed), [chr(i) for i in range(0x3001) if chr(i).isspace()]
+    draws = (lambda: rng.choice(spaces), lambda: chr(rng.randrange(1, 256)), lambda: chr(rng.randrange(0x3000)), lambda: rng.choice("abcS'12\u00b2\u2167\u0663\u0301\u200d"),
+             lambda: chr(rng.choice([rng.randrange(0x3000, 0xD800), rng.randrange(0xE000, 0x30000)])))
+    return ["".join(rng.choice(draws)() for _ in range(rng.randint(1, 25))) for _ in range(n)]
+
+
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_tokenizer_file_gives_the_ids_that_its_own_library_gives(tmp_path, cut):
     theirs = learned(cut)
     theirs.save(str(tmp_path / "tokenizer.json"))
     mine = prepare.get_tokenizer(str(tmp_path))
     assert mine.n_vocab == 600 and mine.eot_token == 0 and theirs.get_vocab()["<|im_start|>"] == 1
-    for text in [TEXT, *odd_texts(500)]:
+    for text in [TEXT, *odd_texts(500), *strange_texts(1500)]:
         ids = mine.encode_ordinary(text)
         assert ids == theirs.encode(text).ids and mine.decode(ids) == text
     assert prepare.fingerprint(prepare.get_tokenizer(str(tmp_path / "tokenizer.json"))) == prepare.fingerprint(mine)
@@ -109,6 +119,12 @@ def test_a_data_set_is_made_with_a_tokenizer_file(tmp_path, monkeypatch):
     assert set(learned("digits").encode("12 ab" * 200).ids) <= set(ids.tolist()) and (ids == 0).sum() == 3
 
 
+def edit_model(path, **changes):
+    about = json.loads(path.read_text("utf-8"))
+    about["model"].update(changes)
+    path.write_text(json.dumps(about), "utf-8")
+
+
 def spoiled(change):
     def write(folder):
         about = json.loads(learned("gpt2").to_str())
@@ -121,6 +137,13 @@ def spoiled(change):
     (spoiled(lambda about: about.update(normalizer={"type": "NFC"})), "changes the text first"),
     (spoiled(lambda about: about["model"].update(type="WordPiece")), "is no BPE"),
     (spoiled(lambda about: about["model"].update(byte_fallback=True)), "is no BPE"),
+    (spoiled(lambda about: about["model"].update(end_of_word_suffix="</w>")), "marks the ends of words"),
+    (spoiled(lambda about: about["model"].update(dropout=0.1)), "leaves merges out at random (dropout)"),
+    (spoiled(lambda about: about["model"]["vocab"].update(a=about["model"]["vocab"]["b"])), "gives an id to two tokens"),
+    (spoiled(lambda about: about["added_tokens"][1].update(id=about["model"]["vocab"]["b"])), "gives an id to two tokens"),
+    (spoiled(lambda about: about["model"]["vocab"].update(a=2**40)), "is damaged (OverflowError"),
+    (lambda folder: learned("gpt2", lacking="\u0104").save(str(folder / "tokenizer.json")) or edit_model(folder / "tokenizer.json", unk_token="<|im_start|>"),
+     "has a token for what it does not know (unk_token)"),
     (spoiled(lambda about: about.update(pre_tokenizer={"type": "Metaspace"})), "cuts the text in a way that is not known here"),
     (spoiled(lambda about: about["pre_tokenizer"].update(add_prefix_space=True)), "cuts the text in a way that is not known here"),
     (spoiled(lambda about: about["added_tokens"][1].update(special=False)), "has added tokens that are not special"),
@@ -160,11 +183,33 @@ def test_a_damaged_file_of_weights_is_one_line(tmp_path):
     with open(path, "wb") as file:
         prepare.write_safetensors(file, {"a": torch.ones(50)})
     whole = path.read_bytes()
-    for damaged in (whole[:-4], whole[:40], whole[:8] + b"#" + whole[9:], b"\xff" * 40, b""):
+    spans = [whole.replace(b"[0, 200]", offsets) for offsets in (b"[4, 204]", b"[-8,192]", b"[0, 196]", b"[200, 0]")]
+    assert whole not in spans
+    for damaged in (whole[:-4], whole + b"more", whole[:40], whole[:8] + b"#" + whole[9:], b"\xff" * 40, (1 << 63).to_bytes(8, "little") + b"{}", b"", *spans):
         path.write_bytes(damaged)
         assert "model.safetensors is damaged" in refusal(prepare.read_safetensors, path)
     path.write_bytes(whole.replace(b'"F32"', b'"I32"'))
     assert "a has numbers of type I32; give weights of type F64, F32, F16, BF16" in refusal(prepare.read_safetensors, path)
+
+
+def test_a_list_of_parts_names_each_file_of_its_folder_once(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    for name, tensors in {"one": {"a": torch.ones(2)}, "two": {"b": torch.ones(3)}, "again": {"b": torch.zeros(3)}}.items():
+        with open(tmp_path / f"{name}.safetensors", "wb") as file:
+            prepare.write_safetensors(file, tensors)
+    name_parts = lambda *names: index.write_text(json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(names)}}))  # noqa: E731
+    name_parts("two.safetensors", "one.safetensors", "two.safetensors")
+    assert set(prepare.tensors_of(tmp_path)) == {"a", "b"}
+    for names, words in ((["one.safetensors", f"../{tmp_path.name}/two.safetensors"], "'../"), (["two.safetensors", "again.safetensors"], "'two.safetensors' is no further part"),
+                         ([str(tmp_path / "one.safetensors")], "is no further part"), (["three.safetensors"], "three.safetensors cannot be read"), ([5], "index.json is damaged")):
+        name_parts(*names)
+        assert words in refusal(prepare.tensors_of, tmp_path)
+
+
+def test_masks_of_any_type_in_old_files_are_left_out(tmp_path):
+    package = pytest.importorskip("safetensors.torch")
+    package.save_file({"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool), "h.1.attn.bias": torch.ones(3, dtype=torch.uint8), "a": torch.ones(2)}, tmp_path / "x")
+    assert list(prepare.read_safetensors(tmp_path / "x")) == ["a"]
 
 
 # ------------------------------------------------------------------------------------------------------------ as functions
@@ -475,6 +520,9 @@ def test_export_writes_a_folder_that_transformers_loads_and_that_comes_back_the_
     assert "out/dense/ckpt.pt as there: GPT2LMHeadModel, " in capsys.readouterr().out
     state, net, words = checkpoint("out/dense"), transformers.AutoModelForCausalLM.from_pretrained("there"), transformers.AutoTokenizer.from_pretrained("there")
     model, tokenizer, _ = sample.load_run("out/dense", "cpu")
+    Path("bytes").mkdir(), learned("gpt2").save("bytes/tokenizer.json")              # is none of this run's
+    prepare.main(["weights", "out/dense", "--export=once more"])
+    assert Path("once more/tokenizer.json").read_bytes() == Path("there/tokenizer.json").read_bytes()
     ids = tokenizer.encode_ordinary("def yield(é)")
     assert words.encode("def yield(é)") == ids and words.eos_token_id == tokenizer.eot_token and words.decode(ids) == "def yield(é)"
     with torch.no_grad():
@@ -498,10 +546,14 @@ def test_what_cannot_be_imported_or_exported_is_one_line(here, monkeypatch):
     assert "corpus holds neither ckpt.pt, as a run does, nor config.json and model.safetensors" in export("corpus")
     train.main([make_config(here, **DENSE), "--out_dir=out/dense", "--max_iters=2"])
     assert "theirs is there already and not empty; choose another --export=" in export("out/dense", "--export=theirs")
+    assert "block_size=0 is too small; choose 1 to 48" in refusal(weights, "theirs", block_size=0)
+    assert "--shared=lower says whose weights a loop has, and theirs is taken as it is" in refusal(weights, "theirs", shared="lower")
     weights("theirs")
     assert "out/theirs holds a run already" in refusal(weights, "theirs")
     (folder / "tokenizer.json").unlink()
     assert "tokenizer.json is missing, and GPT-2's tokenizer is not that of 300 ids in llama blocks; put it there" in refusal(weights, "theirs", out_dir="out/x")
+    gpt2(vocab_size=50300).save_pretrained("large")                     # of somebody else's words
+    assert "tokenizer.json is missing, and GPT-2's tokenizer is not that of 50300 ids in gpt2 blocks" in refusal(weights, "large", out_dir="out/x")
     learned("gpt2").save("theirs/tokenizer.json")
     assert "has 600 ids, and the token table 300 rows" in refusal(weights, "theirs", out_dir="out/x")
 
