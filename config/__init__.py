@@ -165,7 +165,7 @@ def split(argv, keys, usage, n_words):
         elif equals:
             known(name, keys)
         else:
-            raise UserError(f"{arg!r} is neither --key=value nor a config file (.py){near(arg, shipped())}")
+            raise UserError(f"{arg!r} is neither --key=value nor a config file (.py){near(arg, [path for path in shipped() if Path(path).stem == arg] or shipped())}")
     return files, flags, words
 
 
