@@ -50,6 +50,7 @@ from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoin
                    load_checkpoint, max_vio, mean_depth, open_split, pick_device, write_whole)
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf), "limit": (1, math.inf), "num_fewshot": (0, math.inf)}
+OF_BENCHMARKS = "tasks", "include_path", "limit", "num_fewshot", "depth", "threshold", "exit", "exit_threshold"            # other parts have theirs
 LOGITS = 2**24                # made at a time: 64 MiB in float32
 MOST_BYTES = 500_000          # of validation text that the part loss reads, unless --full
 TOLERANCE = 1e-6              # nats per token between the loss that train.py stored and the same one measured again
@@ -2517,8 +2518,8 @@ def parse(argv):
     check_ranges(s, RANGES)
     if "benchmarks" in s.words:
         task_names(s.tasks)                                   # before other parts take their time
-    elif s.tasks:
-        raise UserError(f"--tasks={','.join(s.tasks)} is for the part benchmarks, which runs by name alone: python eval.py benchmarks --tasks=...")
+    elif given := [name for name in OF_BENCHMARKS if s.origins[name] == "command line"]:
+        raise UserError(f"--{given[0]}= is for the part benchmarks, which runs by name alone: python eval.py benchmarks --tasks=...; leave it out")
     for threshold in s.exit_thresholds:
         if not 0 <= threshold < math.inf:
             raise UserError(f"{s.origins['exit_thresholds']}: exit_thresholds={s.exit_thresholds}: {threshold} is out of range; give numbers from 0 up")
