@@ -81,7 +81,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import prepare
-from config import UserError, key, near, shipped
+from config import UserError, key, near_path, shipped
 from model import DEPTHS, FLOPS, FOLDS, GPT, ROUTERS, UPDATES, GPTConfig, Output, Seat, core_flops, exact_flops, fold_in, generator, make_cache
 from model import param_groups, stream
 from sample import Engine, Shelves, load_run
@@ -1930,7 +1930,7 @@ def settings_of(argv):
     s = config.parse(argv, schema, __doc__, words=words)
     mode, folders = s.words[:1], [word for word in s.words[1:] if Path(word).is_dir()]
     if strange := [word for word in s.words[1:] if word not in [*folders, *MODES] and mode[0] in MODES]:
-        hint = near(strange[0], [*shipped(), *map(os.path.dirname, shipped())])
+        hint = near_path(strange[0], [*shipped(), *map(os.path.dirname, shipped())])
         raise UserError(f"bench.py {mode[0]}: {strange[0]!r} is neither a config file (.py) nor a folder of them{hint}")
     if len(s.words) != 1 + len(folders) or mode[0] not in MODES:
         raise UserError(f"bench.py takes one mode, {' or '.join(MODES)}, got {' '.join(s.words) or 'none'}; the rest are config files and folders of them")
