@@ -27,6 +27,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import sys
 import textwrap
 import zipfile
@@ -53,6 +54,7 @@ RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_token
 OF_BENCHMARKS = "tasks", "include_path", "limit", "num_fewshot", "depth", "threshold", "exit", "exit_threshold"            # other parts have theirs
 LOGITS = 2**24                # made at a time: 64 MiB in float32
 MOST_BYTES = 500_000          # of validation text that the part loss reads, unless --full
+DRAWN = 2**22                 # how often windows are drawn in resamples: numbers at a time, 32 MiB
 TOLERANCE = 1e-6              # nats per token between the loss that train.py stored and the same one measured again
 
 
@@ -162,20 +164,21 @@ def exit_depths(cfg):
 def features_at(model, ids_BT, depths, routing="causal"):
     """Yield what the head reads after each of `depths` (ascending) in one pass: a deeper state goes on from a shallower.
     Token-choice models, which end a token's last step in its own way, take a pass for each."""
-    if model.cfg.router == "token":
+    cfg = model.cfg
+    if cfg.router == "token":
         yield from (features_of(model, ids_BT, depth, routing) for depth in depths)
         return
-    cfg, cache, noise, done = model.cfg, no_cache(model.cfg), Silence(), 0
+    if is_plain(cfg):
+        p = taken_apart(model, ids_BT)
+        yield from (p.features(p.states[round(depth * cfg.n_core)]) for depth in depths)
+        return
+    cache, noise, done = no_cache(cfg), Silence(), 0
     e_BTD, outer = model.start(ids_BT, cache, routing=routing)
     watch, (h_BTD, anchor, who) = AtEnd(model, outer, cache), model.recursion.enter(e_BTD, outer, cfg.n_recur, noise)
     for depth in depths:
-        wanted = round(depth * cfg.n_core) if is_plain(cfg) else depth          # blocks, or steps
-        for i in range(done, wanted):
-            if is_plain(cfg):
-                h_BTD = model.recursion.core[cfg.sharing_rule.block(0, i, cfg)](h_BTD, who.cos, who.sin, cache.core_seat(0, i))
-            else:
-                h_BTD, who = model.recursion.step(h_BTD, anchor, who, i, noise, cache, watch)
-        done = wanted
+        for step in range(done, depth):
+            h_BTD, who = model.recursion.step(h_BTD, anchor, who, step, noise, cache, watch)
+        done = depth
         yield watch.features(h_BTD, who)
 
 
@@ -187,12 +190,17 @@ def features_of(model, ids_BT, depth, routing="causal"):
     return watch.features(*model.recursion(e_BTD, outer, depth, Silence(), cache, watch))
 
 
-def row_nats(model, x_BTD, targets_BT):
-    """Summed nats of each row and how many targets they are of (-100 is none), float64 on the CPU; few logits at a time."""
+def token_nats(model, x_BTD, targets_BT):
+    """Nats of each target, (B, T) in float64 on the CPU (0 at -100); few logits at a time."""
     n = max(1, LOGITS // model.cfg.vocab_size)                # tokens at a time
     pieces = zip(x_BTD.flatten(0, 1).split(n), targets_BT.flatten().split(n))
-    nats_N = torch.cat([F.cross_entropy(at_least_fp32(model.head(x_nD)), target_n, reduction="none") for x_nD, target_n in pieces])
-    return nats_N.view(targets_BT.shape).cpu().double().sum(1), (targets_BT != -100).cpu().double().sum(1)
+    return torch.cat([F.cross_entropy(at_least_fp32(model.head(x_nD)), target_n, reduction="none") for x_nD, target_n in pieces]
+                     ).view(targets_BT.shape).cpu().double()
+
+
+def row_nats(model, x_BTD, targets_BT):
+    """Summed nats of each row and how many targets they are of (-100 is none), float64 on the CPU."""
+    return token_nats(model, x_BTD, targets_BT).sum(1), (targets_BT != -100).cpu().double().sum(1)
 
 
 def loss_windows(run, full):
@@ -226,19 +234,33 @@ def window_nats(run, starts, depths, routing="causal"):
     return torch.cat(nats, 1).numpy(), torch.cat(counts).numpy()
 
 
+def draws(n_windows, seed, resamples):
+    """Yield how often each window is drawn, (resamples, W), some resamples at a time: with replacement, as many as there are."""
+    rng, n = np.random.default_rng(seed), max(1, DRAWN // n_windows)
+    for i in range(0, resamples, n):
+        counts = (np.bincount(rng.integers(n_windows, size=n_windows), minlength=n_windows) for _ in range(min(n, resamples - i)))
+        yield np.array([*counts], float)
+
+
+@functools.lru_cache(maxsize=2)
+def kept_draws(n_windows, seed, resamples):
+    return [*draws(n_windows, seed, resamples)]
+
+
 def bootstrap(nats, counts, seed=0, resamples=1000):
     """The mean per token of as many windows drawn with replacement, again and again: how much it depends on the windows
     that happen to be there. (Windows are taken as independent; neighbours from one document are less than that.)"""
     if len(nats) == 1:
         return np.full(resamples, np.nan)                     # one window says nothing about others
-    rng = np.random.default_rng(seed)
-    draws = (rng.integers(len(nats), size=len(nats)) for _ in range(resamples))
-    return np.array([nats[draw].sum() / counts[draw].sum() for draw in draws])
+    few = len(nats) * resamples <= DRAWN                      # drawn once for all numbers over these windows
+    with np.errstate(invalid="ignore", divide="ignore"):      # a draw in which something never occurs has no mean
+        means = [draw_RW @ nats / (draw_RW @ counts) for draw_RW in (kept_draws if few else draws)(len(nats), seed, resamples)]
+    return np.concatenate(means)
 
 
 def interval(means):
-    """The middle 95%; None where the resampled means have none."""
-    return None if np.isnan(means).any() else np.quantile(means, (0.025, 0.975)).tolist()
+    """The middle 95%; None where one of the resampled means is none."""
+    return np.quantile(means, (0.025, 0.975)).tolist() if np.isfinite(means).all() else None
 
 
 def loss_of(nats, counts):
@@ -462,7 +484,12 @@ def measure_depth(run, eval_tokens):
 
 def early_share(nats_S):
     """Of the loss that all these steps take off, what the first two do."""
-    return (nats_S[0] - nats_S[2]) / (nats_S[0] - nats_S[-1])
+    return (nats_S[0] - nats_S[2]) / drop(nats_S[0], nats_S[-1])
+
+
+def drop(first, last):
+    """How far a loss falls; NaN where it does not, of which nothing is a share."""
+    return np.where(first > last, first - last, math.nan)
 
 
 def gains(cfg, sums, counts, full):
@@ -479,7 +506,7 @@ def depth_claims(cfg, sums, counts, full):
     """What GRT says of depth, and MoR of a smaller maximum than the trained one."""
     nats, kl, claims = sums["nats"], sums["kl"], []
     fall = lambda means: (means[:-1] - means[1:]).min(0)      # the smallest of all steps
-    rise = lambda means: (means[2] - means[1]) / (means[0] - means[1])
+    rise = lambda means: (means[2] - means[1]) / drop(means[0], means[1])
     says = lambda text, *what, paper="GRT", **side: claims.append(claim(text, paper, what[0], counts, *what[1:], **side))
     loops = full > 1 and cfg.router == "none" and not is_plain(cfg)
     if full > 1 and cfg.router != "none":
@@ -505,8 +532,8 @@ def flops_of(run, starts):
         return lambda depth: cfg.flops_per_token(cfg.block_size, depth=depth)
     for ids_BT, _ in batches(run, starts):
         with run.autocast:
-            depths.append(run.model(ids_BT).depth_BT.flatten())
-    shares = step_shares(torch.cat(depths).cpu().numpy(), cfg.n_recur)
+            depths.append(full_pass(run.model, ids_BT)[1].cpu())
+    shares = step_shares(torch.cat(depths).numpy(), cfg.n_recur)
     return lambda depth: flops_at(cfg, shares, depth)
 
 
@@ -545,9 +572,9 @@ def report_depth(runs, s):
          [depth_row(run, *name_of(run.model.cfg, p), p) for run, n in measured for p in (*n["points"], *n["held"])])
     for run, n in measured:
         if "share_of_first_two" in n:
-            share = n["share_of_first_two"]
-            print(f"{run.name}: the first two of {run.model.cfg.n_recur} steps bring {share['value']:.1%} of the loss drop, 95% interval "
-                  f"{show_interval(share['interval'], '.1%')}")
+            share, R = n["share_of_first_two"], run.model.cfg.n_recur
+            print(f"{run.name}: the loss after {R} steps is no lower than before them" if math.isnan(share["value"]) else
+                  f"{run.name}: the first two of {R} steps bring {share['value']:.1%} of the loss drop, 95% interval {show_interval(share['interval'], '.1%')}")
         if "accuracy_kept" in n:
             kept = n["accuracy_kept"]
             print(f"{run.name}: after {kept['after']} of {kept['of']} {'core blocks' if is_plain(run.model.cfg) else 'steps'} {kept['value']:.1%} of the "
@@ -599,7 +626,8 @@ def draw_kl(axes, measured):
     """The full depth itself, at 0, has no place on this axis: the line is broken there."""
     for i, (run, n) in enumerate(measured):
         draw_line(axes, i, run, "kl", [p if p["kl"] > 0 else p | {"kl": math.nan} for p in n["points"]])
-    axes.set(yscale="log", ylabel="KL(full depth || this depth), nats per token", title="How far the distribution is from that at full depth")
+    axes.set(ylabel="KL(full depth || this depth), nats per token", title="How far the distribution is from that at full depth")
+    by_decades(axes)
 
 
 def draw_line(axes, i, run, what, points, **style):
@@ -619,6 +647,12 @@ def new_figure(width, height):
         return Figure(figsize=(width, height), layout="constrained")
     except ImportError:
         print("note: no picture, as matplotlib is not here (pip install matplotlib)", file=sys.stderr)
+
+
+def by_decades(axes):
+    """A logarithmic y axis, if anything drawn has a place on it: matplotlib fails on an axis without one."""
+    if any(0 < y < math.inf for line in axes.get_lines() for y in line.get_ydata()):
+        axes.set_yscale("log")
 
 
 def plain(text):
@@ -718,14 +752,6 @@ def readable(cfg):
     return [n_steps] if not cfg.any_depth and not is_plain(cfg) else [0, n_steps] if cfg.router == "token" else list(range(n_steps + 1))
 
 
-def token_nats(model, x_BTD, targets_BT):
-    """Nats of each target, (B, T) in float64 on the CPU (0 at -100); few logits at a time."""
-    n = max(1, LOGITS // model.cfg.vocab_size)                # tokens at a time
-    pieces = zip(x_BTD.flatten(0, 1).split(n), targets_BT.flatten().split(n))
-    return torch.cat([F.cross_entropy(at_least_fp32(model.head(x_nD)), target_n, reduction="none") for x_nD, target_n in pieces]
-                     ).view(targets_BT.shape).cpu().double()
-
-
 def movements(p):
     """{name: for each step (its number, a value of each token (B, T), the tokens that count)}, of a Pass p, d_r = h_r - h_(r-1):
 
@@ -805,26 +831,38 @@ class Cka:
             self.product_GXX[group] += (x_NX.T @ x_NX).cpu().numpy()
             self.n_windows += 1
 
-    def matrix(self, weight_G=None):
-        """CKA between every two of the kept states; weights: how often each group counts (None: once)."""
+    def of(self, pairs, weight_G=None):
+        """CKA of these pairs of the kept states, by their places; weights: how often each group counts (None: once)."""
         weight_G = np.ones(len(self.count_G)) if weight_G is None else weight_G
-        n, sum_X, product_XX = (np.tensordot(weight_G, x, 1) for x in (self.count_G, self.sum_GX, self.product_GXX))
+        n, sum_X, width = weight_G @ self.count_G, weight_G @ self.sum_GX, len(self.sum_GX[0]) // len(self.kept)
         if n < 2:
-            return np.full((len(self.kept), len(self.kept)), np.nan)
-        product_XX -= np.outer(sum_X / n, sum_X)              # of centred columns; in place, as it may be large
-        norm2 = np.square(product_XX, out=product_XX).reshape(len(self.kept), -1, len(self.kept), len(sum_X) // len(self.kept)).sum((1, 3))
+            return np.full(len(pairs), np.nan)
+        part = lambda i: slice(i * width, (i + 1) * width)
+
+        @functools.cache
+        def norm2(i, j):                                      # ||X_i^T X_j||_F^2 of centred columns
+            product_DD = np.einsum("g,gxy->xy", weight_G, self.product_GXX[:, part(i), part(j)]) - np.outer(sum_X[part(i)] / n, sum_X[part(j)])
+            return np.square(product_DD).sum()
+
         with np.errstate(invalid="ignore", divide="ignore"):
-            return norm2 / np.sqrt(np.outer(norm2.diagonal(), norm2.diagonal()))
+            return np.array([norm2(min(i, j), max(i, j)) / np.sqrt(norm2(i, i) * norm2(j, j)) for i, j in pairs])
+
+    def matrix(self):
+        """CKA between every two of the kept states."""
+        n = len(self.kept)
+        return self.of(list(np.ndindex(n, n))).reshape(n, n)
 
     def neighbours(self, weight_G=None):
         """Mean CKA between what a step gave and what the next one gave; h_0, which no step gave, is left out."""
-        return float(self.matrix(weight_G).diagonal(1)[1:].mean())
+        return float(self.of([(i, i + 1) for i in range(1, len(self.kept) - 1)], weight_G).mean())
 
     def draws(self, seed=0):
-        """neighbours of as many groups drawn with replacement, again and again; NaN where there is one group."""
+        """neighbours of as many groups drawn with replacement, again and again; NaN where there is one group. Their mean is set
+        to the number itself: tokens that are there twice look more alike than as many others would, so the draws alone lie too high."""
         rng, n = np.random.default_rng(seed), len(self.count_G)
         draw = lambda: np.bincount(rng.integers(n, size=n), minlength=n).astype(float)
-        return np.array([self.neighbours(draw()) for _ in range(REDRAWN)]) if n > 1 else np.full(REDRAWN, np.nan)
+        draws = np.array([self.neighbours(draw()) for _ in range(REDRAWN)]) if n > 1 else np.full(REDRAWN, np.nan)
+        return draws - draws.mean() + self.neighbours()
 
 
 def head_sums(attention, x_BTD, cos, sin, low):
@@ -871,6 +909,8 @@ class HeadWatch:
 
     def hear(self, attention, args):
         x_BTD, cos, sin, _, low = args
+        if x_BTD.size(1) < 3:
+            return                                            # not three places to look at
         self.sums += [0] * (self.n_heard == len(self.sums))
         self.sums[self.n_heard] = self.sums[self.n_heard] + head_sums(attention, x_BTD, cos, sin, low)
         self.n_heard += 1
@@ -904,7 +944,8 @@ def explained(x, y):
 def improvement(initial_N, final_N, window_N, n_windows):
     """What the loop is worth to easy and to hard tokens: the loss at depth 0 minus that at full depth, mean of each tenth of
     the tokens by their loss at depth 0; and R^2 of the line through (mean loss at depth 0, mean improvement) of the ten [GRT: .49
-    to 5.02 nats, R^2 .998]. Some of it is no merit: a token that depth 0 got wrong by chance is hard here and improves as chance does."""
+    to 5.02 nats, R^2 .998]. Some of it is no merit: a token that depth 0 got wrong by chance is hard here and improves as chance does.
+    (Who is in which tenth stays as it is when windows are drawn for the intervals.)"""
     gains, firsts = (in_tenths(initial_N, value_N, window_N, n_windows) for value_N in (initial_N - final_N, initial_N))
     x, y = (np.array([ratio(pair) for pair in pairs]) for pairs in (firsts, gains))
     better = np.stack([np.bincount(window_N, final_N < initial_N, n_windows), np.bincount(window_N, minlength=n_windows)])
@@ -948,7 +989,7 @@ def measure_steps(run, s):
 def step_numbers(sums, r, depths):
     """gain: the mean loss before the step minus that after it."""
     of = lambda name: number_of(sums[name, r]) if (name, r) in sums.rows else None
-    gain = change(sums["nats", r], sums["nats", r - 1]) if r - 1 in depths else None
+    gain = change(sums["nats", r], sums["nats", r - 1]) if {r - 1, r} <= {*depths} else None
     return {"step": r, "took": ratio(sums["took", r]), **{name: of(name) for name in ("update_norm", "relative_update", "update_cosine", "proposal_cosine")},
             "gain": gain, "nats_per_token": of("nats")}
 
@@ -1061,7 +1102,8 @@ def draw_steps(measured):
         curve(cosines, n, "proposal_cosine", color=color, linestyle="--")
         if n["improvement"]:
             gains.plot(range(1, TENTHS + 1), [tenth["improvement"] for tenth in n["improvement"]["tenths"]], marker="o", markersize=4, color=color)
-    norms.set(title="How far a step moves the state", xlabel="step (dense: core block)", ylabel="||update|| / ||state||", yscale="log")
+    norms.set(title="How far a step moves the state", xlabel="step (dense: core block)", ylabel="||update|| / ||state||")
+    by_decades(norms)
     for style, label in (("-", "updates"), ("--", "proposals")):
         cosines.plot([], [], style, color="grey", label=label)
     cosines.set(title="Cosine to the step before", xlabel="step (dense: core block)")
@@ -1138,7 +1180,8 @@ def gate_weights(update):
     halves = dict(zip(("state", "anchor"), exact(update.gate.up).chunk(2, 1)))
     norms = {name: half_DD.norm().item() for name, half_DD in halves.items()}
     cos_D = F.cosine_similarity(exact(update.from_state), exact(update.from_anchor), dim=1)
-    return {"singular_values": {name: torch.linalg.svdvals(half_DD)[:TOP_VALUES].tolist() for name, half_DD in halves.items()},
+    values = lambda w: torch.linalg.svdvals(w) if w.isfinite().all() else torch.full((len(w),), math.nan, dtype=w.dtype)         # a run that diverged
+    return {"singular_values": {name: values(half_DD)[:TOP_VALUES].tolist() for name, half_DD in halves.items()},
             "frobenius": {**norms, "state_over_anchor": norms["state"] / norms["anchor"] if norms["anchor"] else math.inf},
             "projection_row_cosine": {"mean": cos_D.mean().item(), "std": cos_D.std(correction=0).item()}}
 
@@ -1715,7 +1758,7 @@ def draw_dial(axes, measured):
                 every.append(n[way][unit])
         free = -math.inf                                      # right of this there is room for the next number
         for p in points:
-            if "threshold" in p and p["mean_depth"] >= free:
+            if p.get("threshold") is not None and p["mean_depth"] >= free:          # a lot has none
                 axes.annotate(f"{p['threshold']:g}", (p["mean_depth"], p[unit]), textcoords="offset points", xytext=(0, -15), ha="center",
                               fontsize=8, color=color)
                 free = p["mean_depth"] + n_steps(n) / 25
@@ -1783,8 +1826,9 @@ def walk_kv(run, starts):
         before = {}
         with run.autocast:
             for step, made in enumerate(kv_by_step(run.model, ids_BT)):
-                seen = {(name, "norm", step, j): x_BTW.double().norm(dim=-1) for (name, j), x_BTW in made.items()}
-                seen |= {(name, "cosine", step - 1, j): F.cosine_similarity(x_BTW.double(), made[name, j].double(), dim=-1) for (name, j), x_BTW in before.items()}
+                made = {where: in_double(x_BTW) for where, x_BTW in made.items()}
+                seen = {(name, "norm", step, j): x_BTW.norm(dim=-1) for (name, j), x_BTW in made.items()}
+                seen |= {(name, "cosine", step - 1, j): F.cosine_similarity(x_BTW, made[name, j], dim=-1) for (name, j), x_BTW in before.items()}
                 for where, value_BT in seen.items():
                     rows.setdefault(where, []).append(torch.stack([value_BT.nansum(1), value_BT.isfinite().sum(1)]).cpu())
                 before = made
@@ -1801,10 +1845,10 @@ def measure_kv(run, starts):
                             "by_step": [mean_of(pooled(name, what, [step])) for step in range(n)]}
                      for what, n in (("norm", cfg.n_recur), ("cosine", cfg.n_recur - 1))} for name in "KV"}
     both = {name: pooled(name, "cosine", range(cfg.n_recur - 1)) for name in "KV"}
-    for name, (sums_W, n_W) in both.items():
-        record[name]["cosine"]["all"] = {"value": mean_of(both[name]), "interval": interval(bootstrap(sums_W, n_W)) if n_W.all() else None}
+    for name, pair_2W in both.items():
+        record[name]["cosine"]["all"] = {"value": mean_of(pair_2W), "interval": interval(bootstrap(*pair_2W))}
     (k_W, n_W), (v_W, others_W) = both["K"], both["V"]
-    equal = n_W.all() and (n_W == others_W).all()             # not where the steps share one of the two
+    equal = n_W.any() and (n_W == others_W).all()             # not where the steps share one of the two
     return {"kv": cfg.kv, **record, "V_minus_K": paired(v_W, k_W, n_W) if equal else None}
 
 
@@ -2037,17 +2081,18 @@ def colored(names, values, top, how):
 
 def numbered(names, views):
     digit = lambda values, i: " " if values[i] is None or not names[i] else str(min(9, round(values[i])))
-    for line in rows_of(names):
+    room = shutil.get_terminal_size().columns - 7 if sys.stdout.isatty() else COLUMNS          # a line that a terminal breaks stands over no digits
+    for line in rows_of(names, min(COLUMNS, max(1, room))):
         yield " " * 7 + "".join(names[i] for i in line)
         for label, values in views.items():
             yield f"{label:>5}  " + "".join(digit(values, i).ljust(len(names[i])) for i in line).rstrip()
 
 
-def rows_of(names):
+def rows_of(names, columns=COLUMNS):
     """Which tokens stand on each line: a line ends where the text's does, and before it is too long."""
     line, width = [], 0
     for i, name in enumerate(names):
-        if line and (width + len(name) > COLUMNS or names[i - 1].endswith("↵")):
+        if line and (width + len(name) > columns or names[i - 1].endswith("↵")):
             yield line
             line, width = [], 0
         line.append(i)
@@ -2078,6 +2123,8 @@ def save_page(path, text):
         return str(path)
     except UserError as error:                                # the numbers are worth more than the page
         print(f"note: no page: {error}", file=sys.stderr)
+
+
 # ------------------------------------------------------------------------------------------------------- part: benchmarks
 
 # {set: {column: {task of the harness: the metric that counts}}}; two tasks in a column: their mean.
@@ -2466,14 +2513,14 @@ class Above:
 
 
 def run_parts(names, runs, s):
-    """{name: its record}, with a bar over the whole of it on a terminal."""
+    """Yield (name, its record), with a bar over the whole of it on a terminal."""
     with tqdm(names, desc="evaluation", unit="part", disable=None) as bar:
-        records, out = {}, sys.stdout if bar.disable else Above(sys.stdout)
+        out = sys.stdout if bar.disable else Above(sys.stdout)
         for name in bar:
             bar.set_postfix_str(name)
             with contextlib.redirect_stdout(out):
-                records[name] = PARTS[name].report(runs, s)
-        return records
+                record = PARTS[name].report(runs, s)
+            yield name, record
 
 
 def show(head, rows):
@@ -2490,6 +2537,11 @@ def identity(run):
 def data(run):
     """The validation split: its place, the fingerprint of its tokenizer, its tokens, bytes and checksum."""
     return {"dataset": run.dataset, "path": str(run.split.path), "fingerprint": run.meta["fingerprint"], **run.meta["val"]}
+
+
+def in_json(record):
+    """The record as JSON can hold it: that has no NaN, which becomes a word."""
+    return json.loads(json.dumps(record), parse_constant=str)
 
 
 def save(path, record):
@@ -2540,13 +2592,16 @@ def main(argv):
     for run in runs:
         cfg = run.model.cfg
         print(f"{run.name}: {cfg.layout} update={cfg.update}, step {run.state['step']}, data {run.split.path}; {device} {dtype}", file=sys.stderr)
-    parts = {name: {**made, **record} for name, record in run_parts(names, runs, s).items()}
+    record = {**identity(runs[0]), "parts": (parts := {})}
+    try:
+        for name, part in run_parts(names, runs, s):
+            parts[name] = {**made, **part}
+    finally:                                                  # Ctrl-C or an error in a later part costs none of those that are there
+        if parts:
+            save(runs[0].home / "eval.json", in_json(record))
     if claims := [claim for part in parts.values() for claim in part.get("claims", ())]:
         show_claims(runs[0], claims)
-    record = {**identity(runs[0]), "parts": parts}
-    record = json.loads(json.dumps(record), parse_constant=str)                 # JSON has no NaN: it becomes a word
-    print(json.dumps(record), flush=True)
-    save(runs[0].home / "eval.json", record)
+    print(json.dumps(in_json(record)), flush=True)
 
 
 if __name__ == "__main__":

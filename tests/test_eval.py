@@ -24,6 +24,7 @@ from toy import DENSE, SEQUENCE, flags, make_config, make_data, refusal
 import eval as evaluation      # the word means something else in Python
 import prepare
 import train
+from config import UserError
 from eval import batches, bootstrap, difference, exit_depths, features_at, interval, loss_windows, row_nats, why_unpaired
 from model import GPT, Recursion
 from train import Split
@@ -52,7 +53,7 @@ def go(place, tmp_path, monkeypatch, capsys):
     """go(*words, **flags) -> (stdout's lines without the last, the record in the last, stderr), in a copy of `place`; no picture."""
     shutil.copytree(place, tmp_path / "eval")
     monkeypatch.chdir(tmp_path / "eval")
-    for draw in ("draw", "draw_exit"):
+    for draw in ("draw", "draw_exit", "draw_steps", "draw_gate"):
         monkeypatch.setattr(evaluation, draw, lambda measured: None)
 
     def go(*words, **changes):
@@ -169,9 +170,9 @@ def test_a_model_that_has_learned_nothing_has_the_loss_of_guessing(go):
 
 @pytest.mark.slow
 def test_the_same_numbers_come_twice_and_at_any_batch_size(go):
-    first, one, eight = (go(**changes) for changes in ({}, dict(batch_size=1), dict(batch_size=8)))
+    first, one, eight = (go("loss", "depth", "exit", **changes) for changes in ({}, dict(batch_size=1), dict(batch_size=8)))
     one, eight = one[1]["parts"], eight[1]["parts"]
-    assert first[:2] == go()[:2]
+    assert first[:2] == go("loss", "depth", "exit")[:2]
     for name in ("nats_per_token", "bits_per_byte", "interval"):
         assert one["loss"][name] == pytest.approx(eight["loss"][name], abs=1e-6)
     for a, b in zip(one["depth"]["points"], eight["depth"]["points"]):
@@ -225,8 +226,7 @@ def test_the_checkpoint_of_a_compiled_model_is_measured_like_any_other(go):
 
 
 def test_half_precision_is_measured_as_such(go):
-    parts = go(dtype="bfloat16")[1]["parts"]
-    exact = go(dtype="float32")[1]["parts"]
+    parts, exact = (go("loss", "depth", dtype=dtype)[1]["parts"] for dtype in ("bfloat16", "float32"))
     assert parts["loss"]["dtype"] == "bfloat16" and parts["loss"]["nats_per_token"] != exact["loss"]["nats_per_token"]
     for a, b in zip(parts["depth"]["points"], exact["depth"]["points"]):
         assert a["nats_per_token"] == pytest.approx(b["nats_per_token"], rel=0.01)
@@ -248,6 +248,27 @@ def test_a_short_window_weighs_by_its_tokens_and_one_window_has_no_interval():
     assert bootstrap(np.array([64.0, 2.0]), np.array([32.0, 1.0])) == pytest.approx(2)                        # 2 nats per token in both
     assert interval(bootstrap(np.array([5.0]), np.array([2.0]))) is None
     assert set(bootstrap(np.array([30.0, 2.0]), np.array([10.0, 1.0])).round(6)) == {3.0, round(32 / 11, 6), 2.0}
+
+
+@pytest.mark.parametrize("n_windows", [7, 400])
+def test_windows_are_drawn_once_for_all_numbers_and_many_of_them_some_resamples_at_a_time(n_windows, monkeypatch):
+    rng, made, default_rng = np.random.default_rng(3), [], np.random.default_rng
+    nats, counts = rng.normal(64, 8, (3, n_windows)), np.full(n_windows, 32.0)
+    wanted, slow = [], default_rng(2)
+    for draw in (slow.integers(n_windows, size=n_windows) for _ in range(1000)):
+        wanted.append([row[draw].sum() / counts[draw].sum() for row in nats])
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: made.append(seed) or default_rng(seed))
+    evaluation.kept_draws.cache_clear()
+    assert np.array([bootstrap(row, counts, seed=2) for row in nats]) == pytest.approx(np.array(wanted).T, rel=1e-12) and made == [2]
+    monkeypatch.setattr(evaluation, "DRAWN", 900)                         # numbers at a time: 128 resamples, or 2
+    assert {len(draw_RW) for draw_RW in evaluation.draws(n_windows, 2, 1000)} == ({128, 104} if n_windows == 7 else {2})
+    assert bootstrap(nats[0], counts, seed=2) == pytest.approx(np.array(wanted)[:, 0], rel=1e-12) and made == [2, 2, 2]
+
+
+def test_what_is_not_finite_has_no_interval():
+    for odd in (math.nan, math.inf):
+        assert interval(bootstrap(np.array([5.0, odd, 3.0]), np.ones(3))) is None
+    assert interval(np.array([1.0, math.inf])) is None and interval(np.array([1.0, 1.0])) == [1, 1]
 
 
 def test_runs_are_compared_window_by_window(go):
@@ -326,7 +347,8 @@ def test_one_pass_gives_what_a_forward_pass_to_each_depth_gives(changes, monkeyp
         assert depths == [R] and (steps.count("step"), steps.count("finish")) == (R, 1)
 
 
-@pytest.mark.parametrize("changes", [{}, dict(n_prelude=1, n_coda=1), dict(block="llama", sharing="sequence")])
+@pytest.mark.parametrize("changes", [{}, dict(n_prelude=1, n_coda=1), dict(block="llama", sharing="sequence"), dict(lora_rank=2), dict(loop_norm=True),
+                                     dict(loop_norm=True, n_coda=1), dict(kv="share"), dict(kv="share_k")])
 def test_a_dense_model_left_after_k_blocks_is_the_model_of_k_blocks(changes):
     cfg = tiny(n_core=3, **changes)
     model, ids_BT = loud(cfg), some_ids(2, 32)
@@ -335,7 +357,7 @@ def test_a_dense_model_left_after_k_blocks_is_the_model_of_k_blocks(changes):
     for k, (depth, x_BTD) in enumerate(zip(depths, features_at(model, ids_BT, depths))):
         if k:
             short = GPT(replace(cfg, n_core=k)).eval()
-            weights = {name: w for name, w in model.state_dict().items() if not name.startswith(tuple(f"recursion.core.{j}." for j in range(k, 3)))}
+            weights = {name: w for name, w in model.state_dict().items() if not any(f".{j}." in name.removeprefix("coda.0") for j in range(k, 3))}
             short.load_state_dict(weights)
             assert torch.allclose(model.head(x_BTD), short(ids_BT).logits, atol=1e-5)
             assert cfg.flops_per_token(32, depth=depth) == pytest.approx(short.cfg.flops_per_token(32), rel=1e-12)
@@ -518,6 +540,19 @@ def test_a_folder_that_cannot_be_written_costs_no_result(go, monkeypatch, capsys
     out, err = capsys.readouterr()
     assert {"loss", "depth", "exit"} <= set(json.loads(out.splitlines()[-1])["parts"])
     assert err.count("no picture: could not save") == 2 and err.count("note: could not save out/gated/eval.json") == 1
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, UserError])
+def test_parts_that_are_there_outlive_ctrl_c_and_a_mistake_in_a_later_one(go, monkeypatch, stop):
+    monkeypatch.setitem(evaluation.PARTS, "depth", evaluation.Part(lambda runs, s: (_ for _ in ()).throw(stop("stop"))))
+    with pytest.raises(stop):
+        evaluation.main(["loss", "depth", "--device=cpu"])
+    kept = json.loads(Path("out/gated/eval.json").read_text("utf-8"))
+    assert list(kept["parts"]) == ["loss"] and kept["parts"]["loss"]["tokens"] == 1784 and kept["step"] == 8 and kept["parts"]["loss"]["commit"]
+    Path("out/gated/eval.json").unlink()
+    with pytest.raises(stop):
+        evaluation.main(["depth", "--device=cpu"])
+    assert not Path("out/gated/eval.json").exists()                      # of nothing there is no record
 
 
 def test_a_kept_checkpoint_is_measured_by_its_own_name(go, capsys):

@@ -102,6 +102,9 @@ def test_the_weights_are_taken_apart_into_state_and_anchor():
         update.gate.up.weight[:, 16:] = 0
     w = gate_weights(update)
     assert w["projection_row_cosine"]["mean"] == pytest.approx(-1) and w["frobenius"]["anchor"] == 0 and w["frobenius"]["state"] > 1
+    with torch.no_grad():
+        update.gate.up.weight[3, 3] = math.nan                             # a run that diverged has no singular values
+    assert np.isnan(gate_weights(update)["singular_values"]["state"]).all() and gate_weights(update)["singular_values"]["anchor"] == 8 * [0]
 
 
 # ---- the command

@@ -292,6 +292,16 @@ def test_colours_need_a_terminal_that_wants_them(monkeypatch):
     assert painted("x", 7.0, "true") == painted("x", 1.0, "true") != painted("x", 0.0, "true")
 
 
+def test_digits_stand_under_their_tokens_on_a_narrow_terminal_too(monkeypatch):
+    names, values = ["ab"] * 60, list(range(10)) * 6
+    for tty, columns, widest in ((True, 40, 33), (True, 3, 2), (True, 500, 100), (False, 40, 100)):
+        monkeypatch.setattr(evaluation.sys, "stdout", SimpleNamespace(isatty=lambda: tty))
+        monkeypatch.setenv("COLUMNS", str(columns))
+        texts, digits = (list(evaluation.numbered(names, {"4": values}))[i::2] for i in (0, 1))
+        assert {len(text) - 7 for text in texts[:-1]} == {widest - widest % 2} and "".join(text[7:] for text in texts) == "".join(names)
+        assert [int(digit) for line in digits for digit in line[7:].split()] == values
+
+
 def test_a_line_ends_where_the_text_does_and_before_it_is_too_long():
     names = ["ab", "c↵", "de", "x" * 97, "y", "z", "", "x" * 150, "end"]
     assert list(rows_of(names)) == [[0, 1], [2, 3, 4], [5, 6], [7], [8]]

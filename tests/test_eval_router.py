@@ -417,6 +417,10 @@ def test_runs_whose_routers_ask_nobody_are_measured_all_the_same(go):
         if name == "lot":
             assert part["threshold"] is None and part["thresholds"] == [] and any("causal, by lot" in line for line in lines)
             assert not any("dial" in line for line in lines)
+            figure = pytest.importorskip("matplotlib.figure").Figure()
+            run = SimpleNamespace(name="lot", meta={"fingerprint": "0"})
+            evaluation.draw_dial(axes := figure.subplots(), [(run, part)])                            # no threshold is written beside its point
+            assert len(axes.texts) == 0 and list(axes.get_lines()[0].get_xdata()) == [part["mean_depth"]]
     assert part["lot"]["nats_per_token"] == pytest.approx(part["nats_per_token"], abs=1e-6) and part["mean_depth"] == 3
 
 

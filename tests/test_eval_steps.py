@@ -243,10 +243,14 @@ def test_the_interval_of_a_cka_draws_groups_of_windows():
     cka.add(states, torch.ones(60, 5).bool())
     draws = cka.draws()
     assert len(draws) == evaluation.REDRAWN and draws.min() < cka.neighbours() < draws.max() and (draws == cka.draws()).all() and (draws != cka.draws(1)).any()
+    few, noise = Cka(4, 12), torch.randn(4, 20, 3, 12, generator=torch.Generator().manual_seed(4))           # 60 tokens, and hardly anything in common
+    few.add(list(noise), torch.ones(20, 3).bool())
+    low, high = evaluation.interval(few.draws())
+    assert low < few.neighbours() < high and few.draws().mean() == pytest.approx(few.neighbours(), abs=1e-12)
     weight_G = np.ones(20)
     weight_G[3:5] = 2, 0                                                  # window b is in group b % 20
     rows = [b for b in range(60) for _ in range(int(weight_G[b % 20]))]
-    assert cka.matrix(weight_G)[1, 2] == pytest.approx(slow_cka(*(states[i][rows].flatten(0, 1).double().numpy() for i in (1, 2))), abs=1e-6)
+    assert cka.of([(1, 2)], weight_G)[0] == pytest.approx(slow_cka(*(states[i][rows].flatten(0, 1).double().numpy() for i in (1, 2))), abs=1e-6)
 
 
 # ---- heads
@@ -293,6 +297,14 @@ def test_heads_that_see_a_part_or_another_steps_keys_are_left_out_and_the_reason
     with torch.no_grad(), (watch := HeadWatch(model)):
         taken_apart(model, some_ids(1, 12))
     assert watch.numbers() == {"why": "kv='share'" if name == "share" else f"router={name!r}", "steps": []}
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_where_there_are_no_three_places_no_head_has_a_type(block_size):
+    model = exact(n_core=2, block_size=block_size)
+    with torch.no_grad(), (watch := HeadWatch(model)):
+        taken_apart(model, some_ids(2, block_size))
+    assert watch.numbers() == {"why": "", "steps": []}
 
 
 # ---- who gains
@@ -343,12 +355,13 @@ def test_a_line_explains_all_of_a_line_and_nothing_of_a_hump():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with out/gated, out/dense, out/expert and out/sequence, trained for some steps."""
+    """A folder with out/gated, out/dense, out/expert, out/token and out/sequence, trained for some steps."""
     folder, here = tmp_path_factory.mktemp("steps"), os.getcwd()
     make_data(folder)
     os.chdir(folder)
     for name, changes in {"dense": DENSE | dict(n_core=3), "sequence": SEQUENCE, "gated": dict(state_noise=0.5),
-                          "expert": dict(update="replace", router="expert", depth_sampling="fixed", max_iters=1)}.items():
+                          "expert": dict(update="replace", router="expert", depth_sampling="fixed", max_iters=1),
+                          "token": dict(update="replace", router="token", depth_sampling="fixed", max_iters=1)}.items():
         make_config(folder, **{"max_iters": 8, "eval_tokens": 64, **changes})
         train.main(["toy.py", f"--out_dir=out/{name}"])
     os.chdir(here)
@@ -435,6 +448,16 @@ def test_routed_runs_and_those_with_one_depth_say_what_they_have_not(go):
     other = part["compare"][0]
     assert other["improvement"] is None and [step["gain"] for step in other["steps"]] == [None, None] and other["used"]["depth"] == [2]
     assert any("out/sequence: one depth only" in line for line in lines)
+
+
+def test_a_token_choice_run_has_a_loss_before_all_steps_and_after_them(go):
+    lines, part, _ = go(out_dir="out/token")
+    run = open_run("out/token")
+    ids_BT, targets_BT = run.split.batch(train.fixed_windows(run.split, 320))
+    loss = run.model(ids_BT, targets_BT).losses["ce"].item()
+    assert [step["gain"] for step in part["steps"]] == 4 * [None] and [step["nats_per_token"] for step in part["steps"][:3]] == 3 * [None]
+    assert part["steps"][3]["nats_per_token"]["value"] == pytest.approx(loss, abs=1e-5) and part["used"]["depth"] == [0, 4]
+    assert [line.split()[9:] for line in lines if line.split()[:2] == ["out/token", "4"]][0][-2:] == ["-", "-"]
 
 
 @pytest.mark.slow
