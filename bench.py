@@ -81,7 +81,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import prepare
-from config import UserError, key
+from config import UserError, key, near_path, shipped
 from model import DEPTHS, FLOPS, FOLDS, GPT, ROUTERS, UPDATES, GPTConfig, Output, Seat, core_flops, exact_flops, fold_in, generator, make_cache
 from model import param_groups, stream
 from sample import Engine, Shelves, load_run
@@ -1929,6 +1929,9 @@ def settings_of(argv):
     schema, words = [GPTConfig, TrainConfig, BenchConfig], "MODE (" + " or ".join(MODES) + ")"
     s = config.parse(argv, schema, __doc__, words=words)
     mode, folders = s.words[:1], [word for word in s.words[1:] if Path(word).is_dir()]
+    if strange := [word for word in s.words[1:] if word not in [*folders, *MODES] and mode[0] in MODES]:
+        hint = near_path(strange[0], [*shipped(), *map(os.path.dirname, shipped())])
+        raise UserError(f"bench.py {mode[0]}: {strange[0]!r} is neither a config file (.py) nor a folder of them{hint}")
     if len(s.words) != 1 + len(folders) or mode[0] not in MODES:
         raise UserError(f"bench.py takes one mode, {' or '.join(MODES)}, got {' '.join(s.words) or 'none'}; the rest are config files and folders of them")
     files = [path for arg in argv if arg in s.files + folders for path in (configs_in(arg) if arg in folders else [arg])]
@@ -1942,7 +1945,7 @@ def settings_of(argv):
         return mode[0], {"": shaped(mode[0], check_run(s))}
     files = files or [str(file_of(name)) for name in FILES.get((mode[0], s.paper), [])]
     if not files:
-        raise UserError(f"bench.py {mode[0]} needs config files, for example config/grt_tiny.py")
+        raise UserError(f"bench.py {mode[0]} needs config files, for example config/{'ladder/rivals' if mode == ['ladder'] else 'grt_tiny.py'}")
     flags, all_settings = [arg for arg in argv if arg not in s.files], {}
     for path in files:
         name = Path(path).stem

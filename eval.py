@@ -3,17 +3,19 @@
     python eval.py                                                # every part that the newest run in out/ has something for
     python eval.py loss --full=true --out_dir=out/grt_tiny --compare=out/gpt_tiny       # side by side, with a paired difference
     python eval.py depth --out_dir=out/grt_tiny --compare=out/gpt_tiny --compare=out/recursive_tiny     # and out/grt_tiny/depth.png
+    python eval.py steps gate --out_dir=out/grt_tiny              # how each step moves the state, and what the gate lets through
     python eval.py exit --out_dir=out/recursive_tiny              # tokens that leave the loop early: loss, steps, FLOPs, time; exit.png
     python eval.py router --out_dir=out/RUN                       # a routed run: who goes on, and what that is worth; RUN/router.png
-    python eval.py page --out_dir=out/RUN                         # a text, coloured by steps or by loss at every depth; RUN/depth.html
     python eval.py answers --out_dir=out/RUN                      # a run on phop or addition: right answers by hops or digits, at every depth
+    python eval.py page --out_dir=out/RUN                         # a text, coloured by steps or by loss at every depth; RUN/depth.html
     python eval.py benchmarks --tasks=mor --limit=100             # tasks of lm-evaluation-harness (pip install lm-eval); by name alone
 
-Parts: see PARTS at the end; none named = all that the run has something for (a routed run's tokens leave early by request
-only). loss reads at most half a megabyte of validation text, or with --full=true all of it. Tables, the papers' claims with
-this run's numbers, and one JSON line, the last, go to stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json,
-with every setting; the parts of earlier calls stay there while the checkpoint is the same. Benchmarks alone need no data of
-the run; each task that is done is at once a line of OUT_DIR/benchmarks.jsonl too, which is only ever added to.
+Parts: loss, depth, steps, gate, exit, router, answers, page, benchmarks; several may be named, none named = all that the run
+has something for, without benchmarks (and without exit on a routed run). loss reads at most half a megabyte of validation
+text, or with --full=true all of it. Tables, the papers' claims with this run's numbers, and one JSON line, the last, go to
+stdout; progress goes to stderr. The JSON is also in OUT_DIR/eval.json, with every setting; the parts of earlier calls stay
+there while the checkpoint is the same. Benchmarks alone need no data of the run; each task that is done is
+at once a line of OUT_DIR/benchmarks.jsonl too, which is only ever added to.
 """
 import contextlib
 import functools
@@ -50,6 +52,7 @@ from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoin
                    load_checkpoint, max_vio, mean_depth, open_split, pick_device, write_whole)
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf), "limit": (1, math.inf), "num_fewshot": (0, math.inf)}
+OF_BENCHMARKS = "tasks", "include_path", "limit", "num_fewshot", "depth", "threshold", "exit", "exit_threshold"            # other parts have theirs
 LOGITS = 2**24                # made at a time: 64 MiB in float32
 MOST_BYTES = 500_000          # of validation text that the part loss reads, unless --full
 DRAWN = 2**22                 # how often windows are drawn in resamples: numbers at a time, 32 MiB
@@ -2113,7 +2116,7 @@ def report_page(runs, s):
     passage = read_passage(run)
     data = page_data(run, passage)
     how, encoding = paints(), sys.stdout.encoding or "utf-8"
-    print(f"page: the start of the validation split, {'coloured' if how else 'a digit under each token'}")
+    print(f"page: the start of the validation split, {'coloured' if how else 'under each token a digit: its loss in whole nats, or its steps'}")
     for line in glance(run, passage, data, how):
         print(line.encode(encoding, "replace").decode(encoding))
     return {"page": save_page(run.home / "depth.html", fill_page(run, passage, data)), "tokens": len(passage.id_N),
@@ -2599,7 +2602,8 @@ def parse(argv):
     s = config.parse(argv, [EvalConfig], __doc__, words=("", len(argv)))
     for word in s.words:
         if word not in PARTS:
-            hint = f"; a run is --out_dir={word}" if Path(word).exists() else near(word, PARTS) or f"; its parts are {', '.join(PARTS)}"
+            run = Path(word).exists() and not word.endswith(".py")                            # a run has its config with it
+            hint = f"; a run is --out_dir={word}" if run else near(word, PARTS) or f"; its parts are {', '.join(PARTS)}"
             raise UserError(f"command line: eval.py has no part {word!r}{hint}")
     check_ranges(s, RANGES)
     if "benchmarks" in s.words:

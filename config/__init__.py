@@ -31,7 +31,8 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 FLAG = re.compile("--?[A-Za-z_]")       # not -1 or -.5, which are values
 # Names people bring along from elsewhere: a sentence for each, given where the key it speaks of exists.
 HINTS = {"n_layer": ("n_core", "depth here is n_prelude + n_core x n_recur + n_coda; 12 plain blocks are n_core=12"),
-         "depth": ("recursions", "the depth of inference is --recursions")}
+         "depth": ("recursions", "the depth of inference is --recursions"), "prompt": ("start", "a prompt is --start"),
+         "lr": ("learning_rate", "it is --learning_rate"), "steps": ("max_iters", "steps of training are --max_iters, those of the loop n_recur")}
 
 
 class UserError(Exception):
@@ -165,7 +166,7 @@ def split(argv, keys, usage, n_words):
         elif equals:
             known(name, keys)
         else:
-            raise UserError(f"{arg!r} is neither --key=value nor a config file (.py){near(arg, shipped())}")
+            raise UserError(f"{arg!r} is neither --key=value nor a config file (.py){near_path(arg, shipped())}")
     return files, flags, words
 
 
@@ -341,6 +342,12 @@ def near(word, options):
     options = {str(option).lower(): str(option) for option in options}
     found = difflib.get_close_matches(word.lower(), options, 1)
     return f", did you mean {options[found[0]]!r}?" if found else ""
+
+
+def near_path(word, paths):
+    """The path that ends in that very name, else the nearest: `rivals` is config/ladder/rivals, however long the way there."""
+    named = [path for path in paths if Path(path).stem == word]
+    return f", did you mean {named[0]!r}?" if named else near(word, paths)
 
 
 def shipped():

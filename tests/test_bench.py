@@ -103,7 +103,7 @@ def test_progress_and_notes_stay_off_stdout(go, monkeypatch):
 
 
 @pytest.mark.parametrize("argv, words", [
-    ([], "counts or train or generate or decode or steps or serve, got none"), (["race", "toy.py"], "got race"), (["train", "generate", "toy.py"], "got train generate"),
+    ([], "counts or train or generate or decode or steps or serve, got none"), (["race", "toy.py"], "got race"), (["counts", "config/ladder/rival"], "neither a config file (.py) nor a folder"), (["ladder", "rivals"], "config/ladder/rivals'?"), (["ladder"], "config/ladder/rivals"), (["train", "generate", "toy.py"], "got train generate"),
     (["train"], "needs config files"), (["train", "none.py"], "none.py: no such file"), (["train", "toy.py", "--n_heads=2"], "did you mean 'n_head'"),
     (["train", "toy.py", "--repeats=0"], "repeats=0"), (["train", "toy.py", "--threads=0"], "threads=0"),
     (["train", "toy.py", "--batch_size=0"], "batch_size=0"),

@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -193,7 +194,9 @@ def test_a_whole_number_is_nothing_else(write, value):
     ("--resume=yes", "unknown name 'yes'; resume takes true or false"),
     ("--router=exprt", "router has no choice 'exprt', did you mean 'expert'?"),
     ("--n_core=n_ffn+1", "cannot compute with `n_ffn`: it is None here"),
-    ("stray", "'stray' is neither --key=value nor a config file (.py)")])
+    ("stray", "'stray' is neither --key=value nor a config file (.py)"),
+    ("--lr=1", "unknown key 'lr': it is --learning_rate"), ("--prompt=x", "unknown key 'prompt': a prompt is --start"),
+    ("grt_tiny", f"'grt_tiny' is neither --key=value nor a config file (.py), did you mean '{os.path.relpath(Path(config.__file__).parent / 'grt_tiny.py')}'?")])
 def test_a_mistake_in_a_flag_says_what_to_write(argv, message):
     assert refusal(*argv.split()).startswith("command line: " + message)
 

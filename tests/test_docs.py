@@ -66,6 +66,12 @@ def test_every_command_in_the_documents_is_understood(where, script, argv, monke
         train.parse(argv)
 
 
+def test_the_parts_of_eval_are_told_in_order_in_its_help_and_in_the_readme():
+    table = README.split("| part | what it measures")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(evaluation.PARTS)
+    assert f"Parts: {', '.join(evaluation.PARTS)};" in evaluation.__doc__
+
+
 def test_there_are_commands_for_every_script():
     assert {script for _, script, _ in commands()} == set(SCRIPTS)
 

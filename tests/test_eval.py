@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -507,6 +507,10 @@ def test_a_mistake_is_one_line(place, tmp_path, monkeypatch):
     assert f"no part 'xyz'; its parts are {', '.join(evaluation.PARTS)}" in said("xyz")
     assert "out/gated has no router, so there is nothing for the part router" in said("router")
     assert "a run is --out_dir=out/gated" in said("out/gated")
+    assert "--depth= is for the part benchmarks" in said("depth", "--depth=2") and "--limit= is for" in said("--limit=2")
+    assert set(evaluation.OF_BENCHMARKS) == {key.name for key in fields(evaluation.EvalConfig) if key.metadata["help"].startswith("benchmarks")}
+    Path("toy.py").touch()
+    assert "no part 'toy.py'; its parts are" in said("toy.py")                   # a config, not a run
     assert "eval_tokens=0 is out of range" in said("--eval_tokens=0") and "batch_size=0" in said("--batch_size=0")
     Path("out/empty").mkdir()
     for name in ("out_dir", "compare"):

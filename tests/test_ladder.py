@@ -269,7 +269,7 @@ def test_a_folder_is_the_ladder_of_its_configs_in_order(go):
     assert [row["name"] for row in go("mine/", "dense.py", jobs=0)[1]["ladders"]["mine"]["rows"]] == ["9_first", "10_last"]
     Path("empty").mkdir()
     assert "'empty' holds no config file; name a folder that does" in refusal(go, "empty", jobs=0)
-    assert "takes one mode" in (line := refusal(go, "nowhere", jobs=0)) and "got ladder nowhere; the rest are config files and folders of them" in line
+    assert "bench.py ladder: 'nowhere' is neither a config file (.py) nor a folder of them" in refusal(go, "nowhere", jobs=0)
 
 
 def test_equal_rungs_of_two_ladders_are_one_run_in_two_tables(go):
