@@ -52,7 +52,6 @@ from train import (Marks, RouterWatch, Split, agreement, check_ranges, checkpoin
                    load_checkpoint, max_vio, mean_depth, open_split, pick_device, write_whole)
 
 RANGES = {"eval_tokens": (1, math.inf), "batch_size": (1, math.inf), "exit_tokens": (0, math.inf), "limit": (1, math.inf), "num_fewshot": (0, math.inf)}
-OF_BENCHMARKS = "tasks", "include_path", "limit", "num_fewshot", "depth", "threshold", "exit", "exit_threshold"            # other parts have theirs
 LOGITS = 2**24                # made at a time: 64 MiB in float32
 MOST_BYTES = 500_000          # of validation text that the part loss reads, unless --full
 DRAWN = 2**22                 # how often windows are drawn in resamples: numbers at a time, 32 MiB

@@ -507,7 +507,7 @@ def test_a_mistake_is_one_line(place, tmp_path, monkeypatch):
     assert f"no part 'xyz'; its parts are {', '.join(evaluation.PARTS)}" in said("xyz")
     assert "out/gated has no router, so there is nothing for the part router" in said("router")
     assert "a run is --out_dir=out/gated" in said("out/gated")
-    assert "--depth= is for the part benchmarks" in said("depth", "--depth=2") and "--limit= is for" in said("--limit=2")
+    assert "--depth=2 is for the part benchmarks" in said("depth", "--depth=2") and "--limit=2 is for" in said("--limit=2")
     assert set(evaluation.OF_BENCHMARKS) == {key.name for key in fields(evaluation.EvalConfig) if key.metadata["help"].startswith("benchmarks")}
     Path("toy.py").touch()
     assert "no part 'toy.py'; its parts are" in said("toy.py")                   # a config, not a run
