@@ -1805,7 +1805,7 @@ def pair_lines(pairs):
     """What differs from what, in nats and where there is one in accuracy."""
     def say(found):
         if found is None:
-            return "one seed: no claim"
+            return "fewer than two seeds: no claim"
         return f"{found['value']:+.4f} ± {found['standard_error']:.4f}" + ("" if found["separated"] else ", not separated")
     accuracy = any("accuracy" in pair for pair in pairs)
     return ["", *pipes(["from", "to", "nats/token", *["accuracy"] * accuracy], [

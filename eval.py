@@ -654,7 +654,12 @@ def new_figure(width, height):
         from matplotlib.figure import Figure                  # not pyplot: no display, no global state, PNG is drawn by Agg
         return Figure(figsize=(width, height), layout="constrained")
     except ImportError:
-        print("note: no picture, as matplotlib is not here (pip install matplotlib)", file=sys.stderr)
+        no_pictures()
+
+
+@functools.cache                                              # said once
+def no_pictures():
+    print("note: no pictures, as matplotlib is not here (pip install matplotlib)", file=sys.stderr)
 
 
 def by_decades(axes):

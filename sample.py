@@ -104,6 +104,8 @@ def depth_meaning(cfg, depth):
         raise UserError(f"--recursions={depth} is not a number of steps; give an integer from 0 up")
     if depth is not None and depth != cfg.n_recur and not cfg.any_depth:
         raise UserError(f"--recursions={depth}: sharing={cfg.sharing_name!r} always runs n_recur={cfg.n_recur} steps; leave the flag out")
+    if depth is not None and depth > cfg.n_recur and cfg.own_steps:
+        raise UserError(f"--recursions={depth} is more than n_recur={cfg.n_recur}, and every step of this model has {cfg.own_steps} of its own")
     if cfg.n_recur == 1:
         return "no recursion"
     depth = cfg.n_recur if depth is None else depth
@@ -959,12 +961,15 @@ def read_request(where, line):
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is no JSON ({error})")
+    for name in request if isinstance(request, dict) else ():
+        if name not in REQUEST_KEYS:
+            raise UserError(f"{where}: a request has no {name!r}{config.near(name, REQUEST_KEYS) or '; it has ' + ', '.join(REQUEST_KEYS)}")
     if not isinstance(request, dict) or not isinstance(request.get("prompt"), str):
         raise UserError(f'{where} is no request; write {{"prompt": "some text"}}')
     for name, value in request.items():
         try:
             request[name] = value if value is None else config.cast(value, REQUEST_KEYS[name])
-        except (KeyError, ValueError, OverflowError):
+        except (ValueError, OverflowError):
             raise UserError(f"{where}: {config.clip(repr({name: value}), 80)} is not understood; a request has {', '.join(REQUEST_KEYS)}")
     return request
 

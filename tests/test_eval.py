@@ -405,6 +405,7 @@ def test_the_picture_has_a_line_for_every_run(go, monkeypatch):
 def test_without_matplotlib_one_line_says_so_and_the_numbers_come(go, monkeypatch):
     monkeypatch.setattr(evaluation, "draw", DRAW)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    evaluation.no_pictures.cache_clear()
     lines, record, err = go("depth")
     assert record["parts"]["depth"]["picture"] is None and err.count("matplotlib") == 2 and not Path("out/gated/depth.png").exists()
     assert len([line for line in err.splitlines() if "matplotlib" in line]) == 1

@@ -19,6 +19,7 @@ import torch
 from toy import DENSE, flags, make_config, make_data, refusal
 
 import bench
+import eval  # noqa: A004
 import prepare
 import train
 from config import UserError
@@ -398,7 +399,7 @@ def test_the_ladder_table_gives_mean_and_standard_deviation_over_seeds(go):
 
 def test_a_ladder_of_one_seed_makes_no_claim(go):
     table, record, _, _ = go(seeds=1)
-    assert record["pairs"] == [{"from": "toy", "to": "dense", "val_loss": None}] and "| `toy` | `dense` | one seed: no claim |" in table
+    assert record["pairs"] == [{"from": "toy", "to": "dense", "val_loss": None}] and "| `toy` | `dense` | fewer than two seeds: no claim |" in table
     assert not any(" ± " in line for line in table if line.startswith("| `"))
 
 
@@ -505,7 +506,8 @@ def test_a_ladder_draws_a_picture_and_without_matplotlib_says_so_in_one_line(go,
     assert "picture:" in go()[2] and Path(name).read_bytes()[:4] == b"\x89PNG"
     os.remove(name)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert go()[2].splitlines() == ["note: no picture, as matplotlib is not here (pip install matplotlib)"] and not Path(name).exists()
+    eval.no_pictures.cache_clear()
+    assert go()[2].splitlines() == ["note: no pictures, as matplotlib is not here (pip install matplotlib)"] and not Path(name).exists()
 
 
 def test_the_picture_of_a_ladder_shows_accuracy_by_group_where_there_is_one_and_whole_depths(tmp_path, monkeypatch):

@@ -839,10 +839,10 @@ def test_a_request_that_cannot_be_served_is_answered_with_its_reason_and_the_oth
 
 
 @pytest.mark.parametrize("line, words", [
-    ("no json", "line 2 is no JSON"), ("[" * 100_000, "line 2 is no JSON"), ("[1]", "line 2 is no request"), ('"text"', "line 2 is no request"), ("{}", "line 2 is no request"), ('{"prompt": 3}', "line 2 is no request"),
+    ("no json", "line 2 is no JSON"), ("[" * 100_000, "line 2 is no JSON"), ("[1]", "line 2 is no request"), ('"text"', "line 2 is no request"), ("{}", "line 2 is no request"), ('{"promt": "x"}', "line 2: a request has no 'promt', did you mean 'prompt'?"), ('{"prompt": 3}', "line 2 is no request"),
     ('{"prompt": null}', "line 2 is no request"), ('{"prompt": "x", "seed": true}', "line 2: {'seed': True"), ('{"prompt": "x", "seed": 1.5}', "line 2: {'seed': 1.5"), ('{"prompt": "x", "top_k": "5"}', "line 2: {'top_k': '5'"),
     ('{"prompt": "x", "max_new_tokens": Infinity}', "line 2: {'max_new_tokens': inf"), ('{"prompt": "x", "max_new_tokens": {"n": 1}}', "line 2: {'max_new_tokens': {"), ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "line 2: {'temperature': 1000"),
-    ('{"prompt": "x", "promt": "x"}', "line 2: {'promt': 'x'} is not understood; a request has prompt, id, max_new_tokens"), ('{"prompt": "x", "id": []}', "line 2: {'id': []"), ('{"prompt": "x", "a\\nb": 1}', r"line 2: {'a\nb': 1}"),
+    ('{"prompt": "x", "promt": "x"}', "line 2: a request has no 'promt', did you mean 'prompt'?"), ('{"prompt": "x", "id": []}', "line 2: {'id': []"), ('{"prompt": "x", "a\\nb": 1}', r"line 2: a request has no 'a\nb'; it has prompt"),
     ('{"prompt": "x", "stop": ' + '"' + "y" * 10_000 + '", "seed": "' + "z" * 10_000 + '"}', "line 2: {'seed': 'zzz")], ids=lambda value: value[:40])
 def test_serve_refuses_a_line_that_is_no_request_by_its_number(line, words, run_folder, monkeypatch, capsys):
     got, failure = served(run_folder, monkeypatch, capsys, ['{"prompt": "x"}\n', line + "\n"])
