@@ -19,7 +19,7 @@ import torch
 from toy import DENSE, flags, make_config, make_data, refusal
 
 import bench
-import eval  # noqa: A004
+import eval as evaluation
 import prepare
 import train
 from config import UserError
@@ -506,7 +506,7 @@ def test_a_ladder_draws_a_picture_and_without_matplotlib_says_so_in_one_line(go,
     assert "picture:" in go()[2] and Path(name).read_bytes()[:4] == b"\x89PNG"
     os.remove(name)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    eval.no_pictures.cache_clear()
+    evaluation.no_pictures.cache_clear()
     assert go()[2].splitlines() == ["note: no pictures, as matplotlib is not here (pip install matplotlib)"] and not Path(name).exists()
 
 
