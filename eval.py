@@ -323,7 +323,7 @@ def show_claims(run, claims):
     side = lambda c: f"> {c['above']:g}" if "above" in c else f"< {c['below']:g}"
     print(f"the papers' claims on {run.name} (not separated: the 95% interval lies on both sides)")
     show(("claim", "paper", "says", "here", "95% interval", "verdict"),
-         [(c["claim"], c["source"], side(c), f"{c['value']:.4g}", show_interval(c["interval"], ".4g"),
+         [(c["claim"], c["source"], side(c), "-" if math.isnan(c["value"]) else f"{c['value']:.4g}", show_interval(c["interval"], ".4g"),
            VERDICTS[c["holds"]] if c["interval"] else "no interval") for c in claims])
 
 
