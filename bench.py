@@ -1252,9 +1252,8 @@ SERVED = "`python bench.py serve config/{}.py config/{}.py --paper=true`"
 COMMANDS = {("decode memory", ""): "`python bench.py counts {}`",
             ("latency", ""): "`python bench.py decode {} --paper=true`",
             ("dynamics", "GRT at depth"): "`python train.py {} && python eval.py depth --out_dir=out/grt_large`",
-            ("dynamics", "GRT, gate forced"): "none yet: nothing here forces a gate",
-            ("dynamics", "GRT, "): "none yet: gate and update are not measured step by step",
-            ("dynamics", "GRT after"): "none yet: predictions are not compared with those of the last step",
+            ("dynamics", "GRT, gate forced"): "`python train.py {} && python eval.py depth --out_dir=out/grt_large`",
+            ("dynamics", "GRT, "): "`python train.py {} && python eval.py steps gate --out_dir=out/grt_large`",
             ("throughput", "MoR-2"): SERVED.format("smollm/vanilla_360m", "bench/mor2_360m"),
             ("throughput", "MoR-3"): SERVED.format("smollm/vanilla_360m", "mor_360m"),
             ("throughput", "MoR-4"): SERVED.format("bench/vanilla_34_360m", "bench/mor4_360m")}

@@ -154,6 +154,11 @@ def reads_no_data(s):
 # ----------------------------------------------------------------------------------------------- nats, window by window
 
 
+def kind_of(cfg):
+    """What makes a loop: its update, or its router, on an update of its own."""
+    return cfg.update if cfg.router == "none" else f"{cfg.router}-choice router" + f" on a {cfg.update}" * (cfg.update != "replace")
+
+
 def is_plain(cfg):
     """No loop, no router and no rule of update: a dense transformer, which can be left after any of its blocks."""
     return cfg.n_recur == 1 and cfg.update == "replace" and cfg.router == "none"
@@ -620,8 +625,7 @@ def draw_losses(axes, measured):
     """What is far above all rings leaves the frame, or nobody could tell those apart."""
     unit = common_unit([run for run, _ in measured])
     for i, (run, n) in enumerate(measured):
-        routed = "" if run.model.cfg.router == "none" else f", {run.model.cfg.router}-choice"
-        color = draw_line(axes, i, run, unit, n["points"], label=plain(f"{n['layout']} {n['update']}{routed} ({run.name})"))
+        color = draw_line(axes, i, run, unit, n["points"], label=plain(f"{n['layout']} {kind_of(run.model.cfg)} ({run.name})"))
         for p in n["points"]:
             if p["depth"] == run.model.cfg.n_recur:
                 axes.plot(p["flops_per_token"], p[unit], "o", markersize=11, fillstyle="none", color=color)
@@ -1109,7 +1113,7 @@ def draw_steps(measured):
     top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1.05))
     norms, cosines, gains = top.subplots(1, 3)
     for run, n in measured:
-        label = plain(f"{n['layout']} {n['update']} ({run.name})")
+        label = plain(f"{n['layout']} {kind_of(run.model.cfg)} ({run.name})")
         color = curve(norms, n, "relative_update", label=label).get_color()
         curve(cosines, n, "update_cosine", color=color)
         curve(cosines, n, "proposal_cosine", color=color, linestyle="--")
@@ -1145,7 +1149,7 @@ def draw_cka(axes, run, n):
     step = math.ceil(len(states) / 12)
     axes.set(xticks=range(0, len(states), step), yticks=range(0, len(states), step), xticklabels=states[::step], yticklabels=states[::step],
              xlabel="core block" if is_plain(run.model.cfg) else "step", ylabel="core block" if is_plain(run.model.cfg) else "step")
-    axes.set_title(plain(f"{n['layout']} {n['update']}\n" + textwrap.fill(run.name, 28, break_on_hyphens=True)), fontsize=8)
+    axes.set_title(plain(f"{n['layout']} {kind_of(run.model.cfg)}\n" + textwrap.fill(run.name, 28, break_on_hyphens=True)), fontsize=8)
     for i, j in np.ndindex(matrix.shape) if len(states) <= 8 else ():
         axes.text(j, i, f"{matrix[i, j]:.2f}", ha="center", va="center", fontsize=8, color="black" if matrix[i, j] > 0.6 else "white")
     return image
@@ -2037,8 +2041,7 @@ def top_of(nats):
 def fill_page(run, passage, data):
     cfg, escape = run.model.cfg, html.escape
     texts = {token: as_html(token_text(run.tokenizer, token)) for token in set(passage.id_N.tolist())}
-    kind = cfg.update if cfg.router == "none" else f"{cfg.router}-choice router" + f" on a {cfg.update}" * (cfg.update != "replace")
-    facts = [f"{cfg.layout} {kind}", f"step {run.state['step']:,}", f"data {run.dataset} ({run.meta['tokenizer']} {run.meta['fingerprint']})",
+    facts = [f"{cfg.layout} {kind_of(cfg)}", f"step {run.state['step']:,}", f"data {run.dataset} ({run.meta['tokenizer']} {run.meta['fingerprint']})",
              f"the first {len(passage.id_N):,} tokens of the validation split, {min(cfg.block_size, PASSAGE):,} at a time", f"commit {commit()}"]
     ticks = (f'<option value="{place}" label="{place}"{" class=beyond" * (training == "never trained")}></option>'
              for place, training in zip(data["places"], data["training"]))

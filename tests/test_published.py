@@ -465,7 +465,7 @@ def test_every_command_in_the_table_makes_the_model_of_its_row(page, monkeypatch
     commands = [(line, words) for lines in tables_in(page).values() for line in lines for words in re.findall("`([^`]+)`", line.get("command", ""))]
     assert len(commands) > 150
     without = Counter(line["command"].partition(":")[0] for lines in tables_in(page).values() for line in lines if "`" not in line.get("command", "`"))
-    assert without == {"none": 4, "none yet": 7}
+    assert without == {"none": 4}
     for line, command in commands:
         first, *more = (shlex.split(part) for part in command.split(" && "))
         s = train.parse(first[2:]) if first[1] == "train.py" else list(bench.settings_of(first[2:])[1].values())[-1]
@@ -476,15 +476,17 @@ def test_every_command_in_the_table_makes_the_model_of_its_row(page, monkeypatch
         assert cfg.layout == line["layout"] and cfg.unused() == [], command
         assert (line["tokens"] == "") is (first[1] == "bench.py"), command
         for words in more:
-            assert words[:2] == ["python", "eval.py"] and config.parse(words[2:], [evaluation.EvalConfig], "", words=("", 99)).words == ["depth"]
+            assert words[:2] == ["python", "eval.py"] and config.parse(words[2:], [evaluation.EvalConfig], "", words=("", 99)).words in (["depth"], ["steps", "gate"])
 
 
 @pytest.mark.slow
 def test_a_table_gives_the_command_that_measures_its_numbers_or_says_that_there_is_none(page):
     tables = tables_in(page)
     steps = evaluation.exit_depths(cfg_of("grt_large"))
-    deep = [line for line in tables["dynamics, Large"] if line["command"].startswith("`")]
-    assert [line["system"] for line in deep] == [f"GRT at depth {n}" for n in (0, 1, 2, 6, 8, 10, 12)] and {0, 1, 2, 6, 8, 10, 12} <= set(steps)
+    deep, others = ([line for line in tables["dynamics, Large"] if ("at depth" in line["system"]) is at_depth] for at_depth in (True, False))
+    assert [line["system"] for line in deep] == [f"GRT at depth {n}" for n in (0, 1, 2, 5, 6, 8, 10, 12)] and {0, 1, 2, 5, 6, 8, 10, 12} <= set(steps)
+    assert all("eval.py depth" in line["command"] for line in deep)
+    assert ["steps gate" in line["command"] for line in others] == ["step" in line["system"] for line in others] == [False, False, True, True]
     served = {line["system"]: line for setting, lines in tables.items() if setting.startswith("throughput") for line in lines}
     assert {system: line["command"].startswith("`python bench.py serve ") for system, line in served.items()} == dict.fromkeys(("MoR-2", "MoR-3", "MoR-4"), True)
     compiles = {line["system"]: train.parse(shlex.split(line["command"].strip("`"))[2:]).compile for line in tables["training, Small"]}
