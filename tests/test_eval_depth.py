@@ -307,7 +307,7 @@ def test_the_claims_are_printed_in_one_table_and_stand_in_the_record(go):
     rows = lines[title + 2 :]
     assert len(part["claims"]) == len(rows) == 6 and title > max(i for i, line in enumerate(lines) if line.startswith("out/gated"))
     for row, c in zip(rows, part["claims"]):
-        assert row.startswith(c["claim"]) and f"{float(c['value']):.4g}" in row and row.endswith(evaluation.VERDICTS[c["holds"]] if c["interval"] else "no interval")
+        assert row.startswith(c["claim"]) and ("-" if c["value"] == "NaN" else f"{c['value']:.4g}") in row and row.endswith(evaluation.VERDICTS[c["holds"]] if c["interval"] else "no interval")
     assert [c["source"] for c in go("token")[1]["claims"]] == ["MoR"]
 
 

@@ -149,7 +149,7 @@ def test_rows_of_an_engine_at_one_step_share_its_low_rank_additions(kv):
 def test_engine_text_is_that_of_generate_alone_in_every_mix(family, router):
     rest = {key: values for key, values in CHOICES.items() if key not in ("family", "router")}
     cases = [dict(family=family, router=router, **dict(zip(rest, values))) for values in itertools.product(*rest.values())]
-    for i, case in enumerate(list(filter(legal, cases))[::5]):
+    for i, case in enumerate(list(filter(legal, cases))[::17]):          # the fast part has all pairs
         check_texts(case, ENGINES[i % len(ENGINES)], asks(6, seed=i))
 
 
@@ -294,8 +294,7 @@ def test_serve_starves_nobody_and_keeps_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [dict(), dict(threshold=0, n_whole=6), dict(exit="kl", exit_threshold=0.3)], ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed, keys", [*((seed, dict()) for seed in range(3)), (1, dict(threshold=0, n_whole=6)), (2, dict(exit="kl", exit_threshold=0.3))], ids=str)
 def test_five_hundred_requests_of_an_engine_starve_nobody_and_leave_nothing(seed, keys):
     engine, texts = soak(seed, 500, **keys)
     assert engine.counts["put_aside"] > 0 or "n_whole" not in keys
