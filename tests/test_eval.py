@@ -19,7 +19,7 @@ import pytest
 import tiktoken
 import torch
 from tiny import loud, some_ids, tiny
-from toy import DENSE, SEQUENCE, flags, make_config, make_data, refusal
+from toy import DENSE, SEQUENCE, flags, make_config, make_data, open_run, refusal
 
 import eval as evaluation      # the word means something else in Python
 import prepare
@@ -67,11 +67,6 @@ def go(place, tmp_path, monkeypatch, capsys):
 
 def refuse(word):
     raise AssertionError(f"{word} is not JSON")
-
-
-def open_run(folder, **changes):
-    s = evaluation.parse(flags(**changes))
-    return evaluation.open_run(Path(folder), evaluation.read_state(Path(folder)), s, torch.device("cpu"), torch.autocast("cpu", enabled=False))
 
 
 def edit(folder, **changes):

@@ -5,7 +5,6 @@
 import io
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import loud, some_ids, tiny
-from toy import DENSE, flags, make_config, make_data
+from toy import DENSE, flags, train_runs
 
 import eval as evaluation
 import train
@@ -29,14 +28,7 @@ RUNS = {"gated": {}, "dense": DENSE | dict(n_core=3), "expert": dict(router="exp
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with a run of each of RUNS, trained for some steps."""
-    folder, here = tmp_path_factory.mktemp("depth"), os.getcwd()
-    make_data(folder)
-    os.chdir(folder)
-    for name, changes in RUNS.items():
-        make_config(folder, **{"max_iters": 8, "eval_tokens": 64, **changes})
-        train.main(["toy.py", f"--out_dir=out/{name}"])
-    os.chdir(here)
-    return folder
+    return train_runs(tmp_path_factory.mktemp("depth"), RUNS)
 
 
 @pytest.fixture

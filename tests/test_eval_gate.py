@@ -4,7 +4,6 @@
 """
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from spec import Sequence
 from test_eval_steps import some_tokens
 from tiny import layout, loud, some_ids, tiny
-from toy import DENSE, flags, make_config, make_data, refusal
+from toy import DENSE, flags, open_run, refusal, train_runs
 
 import eval as evaluation
 import train
@@ -113,14 +112,7 @@ def test_the_weights_are_taken_apart_into_state_and_anchor():
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with out/gated, out/routed, a gate beside a router, and, without a gate, out/dense, trained for some steps."""
-    folder, here = tmp_path_factory.mktemp("gate"), os.getcwd()
-    make_data(folder)
-    os.chdir(folder)
-    for name, changes in {"dense": DENSE, "routed": dict(router="expert", depth_sampling="fixed", max_iters=1), "gated": {}}.items():
-        make_config(folder, **{"max_iters": 8, "eval_tokens": 64, **changes})
-        train.main(["toy.py", f"--out_dir=out/{name}"])
-    os.chdir(here)
-    return folder
+    return train_runs(tmp_path_factory.mktemp("gate"), {"dense": DENSE, "routed": dict(router="expert", depth_sampling="fixed", max_iters=1), "gated": {}})
 
 
 @pytest.fixture
@@ -140,8 +132,7 @@ def go(place, monkeypatch, capsys):
 
 def passed(folder):
     """(a Pass over the windows of `go`, losses at depth 0 (W, T)) of a run."""
-    s = evaluation.parse([])
-    run = evaluation.open_run(Path(folder), evaluation.read_state(Path(folder)), s, torch.device("cpu"), torch.autocast("cpu", enabled=False))
+    run = open_run(folder)
     ids_BT, targets_BT = run.split.batch(train.fixed_windows(run.split, 320))
     with torch.no_grad():
         logits_BTV = run.model(ids_BT, depth=0).logits

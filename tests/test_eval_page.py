@@ -16,7 +16,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 from tiny import loud
-from toy import DENSE, SEQUENCE, flags, make_config, refusal
+from toy import DENSE, SEQUENCE, flags, make_config, open_run, refusal
 
 import eval as evaluation
 import prepare
@@ -46,11 +46,6 @@ def place(tmp_path_factory):
         train.save_checkpoint(path, {**state, "step": 8, "model": loud(GPTConfig(**state["model_config"])).state_dict()})
     os.chdir(here)
     return folder
-
-
-def open_run(folder, **changes):
-    s = evaluation.parse(flags(**changes))
-    return evaluation.open_run(Path(folder), evaluation.read_state(Path(folder)), s, torch.device("cpu"), torch.autocast("cpu", enabled=False))
 
 
 @pytest.fixture

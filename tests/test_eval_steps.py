@@ -4,7 +4,6 @@
 """
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 from spec import Sequence, rotate
 from tiny import layout, loud, some_ids, tiny
-from toy import DENSE, SEQUENCE, flags, make_config, make_data
+from toy import DENSE, SEQUENCE, flags, open_run, train_runs
 
 import eval as evaluation
 import train
@@ -356,16 +355,9 @@ def test_a_line_explains_all_of_a_line_and_nothing_of_a_hump():
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with out/gated, out/dense, out/expert, out/token and out/sequence, trained for some steps."""
-    folder, here = tmp_path_factory.mktemp("steps"), os.getcwd()
-    make_data(folder)
-    os.chdir(folder)
-    for name, changes in {"dense": DENSE | dict(n_core=3), "sequence": SEQUENCE, "gated": dict(state_noise=0.5),
+    return train_runs(tmp_path_factory.mktemp("steps"), {"dense": DENSE | dict(n_core=3), "sequence": SEQUENCE, "gated": dict(state_noise=0.5),
                           "expert": dict(update="replace", router="expert", depth_sampling="fixed", max_iters=1),
-                          "token": dict(update="replace", router="token", depth_sampling="fixed", max_iters=1)}.items():
-        make_config(folder, **{"max_iters": 8, "eval_tokens": 64, **changes})
-        train.main(["toy.py", f"--out_dir=out/{name}"])
-    os.chdir(here)
-    return folder
+                          "token": dict(update="replace", router="token", depth_sampling="fixed", max_iters=1)})
 
 
 @pytest.fixture
@@ -381,11 +373,6 @@ def go(place, monkeypatch, capsys):
         *lines, last = out.splitlines()
         return lines, json.loads(last)["parts"]["steps"], err
     return go
-
-
-def open_run(folder):
-    s = evaluation.parse([])
-    return evaluation.open_run(Path(folder), evaluation.read_state(Path(folder)), s, torch.device("cpu"), torch.autocast("cpu", enabled=False))
 
 
 def test_the_table_of_steps_is_that_of_a_pass_over_all_its_windows(go):

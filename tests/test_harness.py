@@ -16,7 +16,7 @@ import pytest
 import tiktoken
 import torch
 from tiny import layout, loud, tiny
-from toy import flags, make_config, make_data, refusal
+from toy import flags, make_config, make_data, open_run, refusal
 
 import eval as evaluation
 import prepare
@@ -257,7 +257,7 @@ def place(tmp_path_factory):
         train.main(["toy.py", f"--out_dir=out/{name}"])
         os.utime(f"out/{name}/ckpt.pt", (1e9, 1e9 + (name == "gated")))
     (folder / "tasks").mkdir()
-    texts = Answers(opened("out/gated")).generate_until(requests(*((doc["prompt"], {"max_gen_toks": 5, "until": ["Q"]}) for doc in WORDS)))
+    texts = Answers(open_run("out/gated")).generate_until(requests(*((doc["prompt"], {"max_gen_toks": 5, "until": ["Q"]}) for doc in WORDS)))
     docs = {"toy_choice": CHOICES, "toy_text": LINES, "toy_answer": [{**WORDS[0], "answer": texts[0]}, {**WORDS[1], "answer": texts[1] + "!"}]}
     for name, (kind, lines, metrics, more) in TASKS.items():
         (folder / f"tasks/{name}.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs[name]), encoding="utf-8")
@@ -266,11 +266,6 @@ def place(tmp_path_factory):
             f"output_type: {kind}\n{lines}\nmetric_list:\n" + "".join(f"  - metric: {metric}\n" for metric in metrics) + more + "\n", encoding="utf-8")
     os.chdir(here)
     return folder
-
-
-def opened(folder, **changes):
-    s = evaluation.parse(flags(**changes))
-    return evaluation.open_run(Path(folder), evaluation.read_state(Path(folder)), s, torch.device("cpu"), torch.autocast("cpu", enabled=False))
 
 
 @pytest.fixture
@@ -306,9 +301,9 @@ def values(record, task):
 @needs_harness
 def test_toy_tasks_of_every_kind_through_the_harness_give_what_the_model_says(go):
     lines, record = go(",".join(TASKS), compare="out/expert")
-    run = opened("out/gated")
+    run = open_run("out/gated")
     assert values(record, "toy_choice") == dict(zip(("acc", "acc_norm", "acc_bytes"), choice_metrics(run, CHOICES)))
-    assert values(record["compare"][0], "toy_choice") == dict(zip(("acc", "acc_norm", "acc_bytes"), choice_metrics(opened("out/expert"), CHOICES)))
+    assert values(record["compare"][0], "toy_choice") == dict(zip(("acc", "acc_norm", "acc_bytes"), choice_metrics(open_run("out/expert"), CHOICES)))
     nats = [sum(by_hand(run.model, window, n)[0] for window, n in text_windows([END], list(doc["text"].encode()), 32)) for doc in LINES]
     bits = -sum(nats) / sum(len(doc["text"].encode()) for doc in LINES) / math.log(2)
     assert values(record, "toy_text") == pytest.approx({"bits_per_byte": bits, "byte_perplexity": 2**bits}, rel=1e-5)
@@ -327,7 +322,7 @@ def test_toy_tasks_of_every_kind_through_the_harness_give_what_the_model_says(go
 def test_the_harness_keeps_to_limit_depth_and_shots(go, monkeypatch):
     monkeypatch.setattr(evaluation, "TASK_SETS", {"mine": {"A": {"toy_choice": "acc_bytes"}, "B": {"toy_answer": "exact_match"}}})
     lines, record = go("mine", limit=1, depth=1, batch_size=1)
-    acc, _, acc_bytes = choice_metrics(opened("out/gated"), CHOICES[:1], depth=1)
+    acc, _, acc_bytes = choice_metrics(open_run("out/gated"), CHOICES[:1], depth=1)
     assert values(record, "toy_choice")["acc_bytes"] == acc_bytes and values(record, "toy_choice")["acc"] == acc
     assert [record["tasks"][name]["n"] for name in ("toy_choice", "toy_answer")] == [1, 1] and (record["used"]["depth"], record["limit"]) == (1, 1)
     means = {"A": acc_bytes, "B": values(record, "toy_answer")["exact_match"]}
@@ -342,7 +337,7 @@ def test_the_harness_keeps_to_limit_depth_and_shots(go, monkeypatch):
 def test_the_harness_gives_the_same_by_its_own_door(go):
     """lm_eval.simple_evaluate, with the examples that it draws for one shot."""
     _, record = go("toy_choice", num_fewshot=1)
-    run, manager = opened("out/gated"), evaluation.task_manager({"toy_choice": None}, "tasks")
+    run, manager = open_run("out/gated"), evaluation.task_manager({"toy_choice": None}, "tasks")
     results = evaluation.harness().simple_evaluate(evaluation.harness_model(run), tasks=["toy_choice"], task_manager=manager, num_fewshot=1, bootstrap_iters=0)
     scores = [[nats for nats, _ in sample["filtered_resps"]] for sample in results["samples"]["toy_choice"]]
     answers = Answers(run)
@@ -371,7 +366,7 @@ def test_a_run_whose_data_are_elsewhere_answers_the_harness(place, tmp_path, mon
     evaluation.main(["benchmarks", *there])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])["parts"]["benchmarks"]
     monkeypatch.chdir(place)
-    assert record["data"] is None and values(record, "toy_choice")["acc"] == choice_metrics(opened("out/gated"), CHOICES)[0]
+    assert record["data"] is None and values(record, "toy_choice")["acc"] == choice_metrics(open_run("out/gated"), CHOICES)[0]
 
 
 @needs_harness

@@ -1,8 +1,11 @@
 """A data set of twelve short files, and settings that train on it in a tenth of a second."""
+import os
 import random
+from pathlib import Path
 
 import prepare
 import pytest
+import torch
 from config import UserError
 
 WORDS = "def return class import for in while if else yield self None True é 🦊 x y z".split()
@@ -29,6 +32,26 @@ def make_config(folder, **changes):
     path = folder / "toy.py"
     path.write_text("".join(f"{name} = {value!r}\n" for name, value in {**SETTINGS, **changes}.items()), encoding="utf-8")
     return str(path)
+
+
+def train_runs(folder, runs):
+    """`folder`, with the data set and out/NAME of each of `runs`, {name: changes}, trained for eight steps where they do not say otherwise."""
+    import train
+    here = os.getcwd()
+    make_data(folder)
+    os.chdir(folder)
+    for name, changes in runs.items():
+        make_config(folder, **{"max_iters": 8, "eval_tokens": 64, **changes})
+        train.main(["toy.py", f"--out_dir=out/{name}"])
+    os.chdir(here)
+    return folder
+
+
+def open_run(folder, **changes):
+    """A run as eval.py opens it, on the CPU in float32."""
+    import eval as evaluation
+    s = evaluation.parse(flags(**changes))
+    return evaluation.open_run(Path(folder), evaluation.read_state(Path(folder)), s, torch.device("cpu"), torch.autocast("cpu", enabled=False))
 
 
 def flags(**changes):
